@@ -1,0 +1,103 @@
+"""What a run is told: frozen settings, their defaults and their help, each in one place.
+
+The command line is made from these fields (`cli/options.py`); nothing else holds a default.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fastserve_hpc.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+PolicyName = Literal["fcfs"]
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "512M", "1.5G", "4096". Units are powers of 1024; a trailing "B" or "iB" is allowed."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size: write a number with K, M, G or T, as in 512M")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def option(default: Any, text: str, **extra: Any) -> Any:
+    """A settings field with its help text; `extra` may hold `size=True` and `metavar`."""
+    return field(default=default, metadata={"help": text, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The model, how it is split over ranks, and the limits of a batch."""
+
+    model: str = option("smollm2-135m", "Hugging Face directory, .gguf file, or an alias (smollm2-135m).")
+    tp: int = option(1, "Tensor-parallel ranks: each layer is split over so many ranks of one node.")
+    pp: int = option(1, "Pipeline stages: the layers are split over so many groups of ranks.")
+    dtype: DType = option("auto", "Number type of weights and activations; auto: bfloat16 where the processor has it.")
+    max_batch: int = option(64, "Requests that may run at the same time.")
+    max_batch_tokens: int = option(512, "Tokens computed in one iteration; longer prompts are cut into chunks.")
+    device_kv: int | None = option(None, "KV cache per rank on the device, as in 512M. Default: fits the memory.", size=True)
+    host_kv: int | None = option(None, "KV cache per rank in host memory, as in 2G. Default: as much as the device's.", size=True)
+    block_size: int = option(16, "Tokens in one KV block.")
+    max_model_len: int | None = option(None, "Longest prompt + answer in tokens. Default: the model's own limit.")
+    seed: int = option(0, "Seeds the sampling of requests that bring no seed of their own.")
+    policy: PolicyName = option("fcfs", "Who runs first: fcfs (in order of arrival).")
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "max_batch", "max_batch_tokens", "block_size"):
+            _at_least_one(name, getattr(self, name))
+        if self.max_model_len is not None:
+            _at_least_one("max_model_len", self.max_model_len)
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise `ConfigError` with the right `-n` where the launcher started another number of ranks."""
+        if world_size != self.world_size:
+            raise ConfigError(
+                f"{world_size} ranks were started, but --tp {self.tp} x --pp {self.pp} = {self.world_size}: "
+                f"start with -n {self.world_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The front door and the care for ranks."""
+
+    endpoint: str | None = option(None, "Name that clients find this server by. Default: job-JOBID or default.")
+    tcp: bool = option(False, "Listen on TCP too (CURVE keys in the endpoint file); always on under Slurm.")
+    max_pending: int = option(4096, "Requests taken but not finished; more get a clear 'busy' reply.")
+    lease_s: float = option(30.0, "Seconds without a sign of life after which a client's requests are cancelled.")
+    heartbeat_s: float = option(10.0, "Seconds without a sign of life after which a rank counts as dead.")
+    drain_s: float = option(25.0, "Seconds that running requests may take to finish once a drain was asked for.")
+
+    def __post_init__(self) -> None:
+        _at_least_one("max_pending", self.max_pending)
+        for name in ("lease_s", "heartbeat_s", "drain_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be above 0")
+        if self.endpoint is not None:
+            check_endpoint_name(self.endpoint)
+
+
+def check_endpoint_name(name: str) -> None:
+    """Raise `ConfigError` unless the name is safe as a file name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ConfigError(f"--endpoint {name!r}: use up to 64 letters, digits, '.', '_' and '-', starting with a letter or digit")
+
+
+def state_dir(environ: dict[str, str], home: Path) -> Path:
+    """Where endpoint files lie: $FASTSERVE_HPC_HOME, else ~/.fastserve-hpc (on a shared file system)."""
+    return Path(environ.get("FASTSERVE_HPC_HOME") or home / ".fastserve-hpc")
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be at least 1")

@@ -1,0 +1,1 @@
+"""The pure core: requests, plans, KV memory, policies, scheduler. Imports only the standard library."""

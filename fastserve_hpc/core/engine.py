@@ -1,0 +1,57 @@
+"""The seam between front ends (ingress, batch runner) and what generates tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from fastserve_hpc.core.plan import TokenDelta
+from fastserve_hpc.core.request import Request
+
+EngineState = Literal["starting", "ready", "draining", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUsage:
+    """Blocks of one tier of the KV cache."""
+
+    total: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot of the engine, what `fastserve-hpc status --json` prints."""
+
+    state: EngineState
+    model: str
+    max_model_len: int
+    world_size: int
+    tp: int
+    pp: int
+    policy: str
+    running: int
+    waiting: int
+    device_blocks: BlockUsage
+    host_blocks: BlockUsage
+    preemptions: int
+    uptime_s: float
+    iterations: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed since the start."""
+    output_tokens: int = 0
+    details: dict[str, float] = field(default_factory=dict)
+    """Further counters, by name."""
+
+
+class Engine(Protocol):
+    """Takes requests, streams tokens. Implemented by the coordinator and by its proxy in the ingress process."""
+
+    def submit(self, request: Request) -> None:
+        """Take a validated request; its tokens follow through `events`. Never blocks."""
+
+    def cancel(self, request_id: int) -> None:
+        """Stop a request, whatever its state; unknown and finished ids are ignored. No delta follows."""
+
+    def events(self) -> list[TokenDelta]:
+        """What has happened since the last call, in order per request. Never blocks."""

@@ -1,0 +1,126 @@
+"""The messages of the control plane: what the coordinator decides, what the ranks report.
+
+A plan is a *diff*: ids, counts and new block slots. Workers mirror it and never decide.
+All types are frozen standard dataclasses, so they can be encoded by msgspec, never pickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastserve_hpc.core.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """All a worker needs to know of a request; sent once, with or before its first slice."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """Positions [start, start + num_tokens) of one request. Prefill, decode and resume are the same case.
+
+    The worker's block table becomes `table[:num_kept_blocks] + new_slots`, then holds at least
+    ceil((start + num_tokens) / block_size) slots.
+    """
+
+    request_id: int
+    start: int
+    num_tokens: int
+    num_kept_blocks: int
+    new_slots: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    """Ids the workers do not have yet (the last sample, for a decode); they end the slice's positions."""
+    samples: bool = False
+    """Whether the last position's logits choose a new token; False for a prompt chunk that is not the last."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One KV block moved between the tiers; numbered from 1 without gaps."""
+
+    copy_id: int
+    device_slot: int
+    host_slot: int
+    to_device: bool
+    """True: upload, must precede this plan's compute. False: offload, follows the compute of earlier plans."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """What every rank does next. `plan_id` counts from 1 without gaps."""
+
+    plan_id: int
+    slices: tuple[SequenceSlice, ...] = ()
+    new_requests: tuple[NewRequest, ...] = ()
+    finished: tuple[int, ...] = ()
+    """Request ids that the workers forget before this plan's compute."""
+    copies: tuple[BlockCopy, ...] = ()
+    shutdown: bool = False
+    """Workers leave their loop after this plan."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token's own, and (id, logprob) of the most likely ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class IterationResult:
+    """What an iteration produced, from the last stage.
+
+    `token_ids` are aligned with the plan's slices that sample. `logprobs` likewise, empty where
+    no request wants any. `prompt_logprobs` holds (request id, one entry per position of the slice,
+    None for position 0 of the prompt).
+    """
+
+    plan_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs | None, ...]], ...] = ()
+    compute_s: float = 0.0
+    """Wall seconds from the start of the first stage's compute to the sample, where known; else the last stage's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """A rank's word to the coordinator: acks, memory, and from the last stage's tp_rank 0 the result."""
+
+    rank: int
+    plan_id: int
+    """The highest plan this rank has computed."""
+    copies_done: int
+    """Highest n such that copies 1..n are done."""
+    free_bytes: int
+    """Memory that this rank's device still has free."""
+    result: IterationResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one request, and at the end why it ended. What the engine streams to its front ends."""
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    error: str | None = None
+    """With finish_reason "error": what went wrong, for the client to read."""

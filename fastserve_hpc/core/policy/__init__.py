@@ -1,0 +1,1 @@
+"""Policies order requests; they know nothing of memory or batches."""
