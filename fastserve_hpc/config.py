@@ -41,8 +41,12 @@ class EngineConfig:
     dtype: DType = option("auto", "Number type of weights and activations; auto: bfloat16 where the processor has it.")
     max_batch: int = option(64, "Requests that may run at the same time.")
     max_batch_tokens: int = option(512, "Tokens computed in one iteration; longer prompts are cut into chunks.")
-    device_kv: int | None = option(None, "KV cache per rank on the device, as in 512M. Default: fits the memory.", size=True)
-    host_kv: int | None = option(None, "KV cache per rank in host memory, as in 2G. Default: as much as the device's.", size=True)
+    device_kv: int | None = option(
+        None, "KV cache per rank on the device, as in 512M. Default: fits the memory.", size=True
+    )
+    host_kv: int | None = option(
+        None, "KV cache per rank in host memory, as in 2G. Default: as much as the device's.", size=True
+    )
     block_size: int = option(16, "Tokens in one KV block.")
     max_model_len: int | None = option(None, "Longest prompt + answer in tokens. Default: the model's own limit.")
     seed: int = option(0, "Seeds the sampling of requests that bring no seed of their own.")
@@ -90,7 +94,9 @@ class ServerConfig:
 def check_endpoint_name(name: str) -> None:
     """Raise `ConfigError` unless the name is safe as a file name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise ConfigError(f"--endpoint {name!r}: use up to 64 letters, digits, '.', '_' and '-', starting with a letter or digit")
+        raise ConfigError(
+            f"--endpoint {name!r}: use up to 64 letters, digits, '.', '_' and '-', starting with a letter or digit"
+        )
 
 
 def state_dir(environ: dict[str, str], home: Path) -> Path:
