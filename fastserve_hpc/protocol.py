@@ -95,7 +95,8 @@ class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed"):
 
     id: int
     code: str
-    """Stable for programs: invalid_request, context_length_exceeded, model_not_found, busy, draining, internal, protocol."""
+    """Stable for programs: invalid_request, context_length_exceeded, model_not_found, busy, draining,
+    internal, protocol."""
     message: str
 
 

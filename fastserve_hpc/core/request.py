@@ -22,8 +22,9 @@ class SamplingParams:
     """How to choose the next token. Field names and meanings follow the OpenAI and vLLM APIs.
 
     `max_tokens` None means: as many as the context still holds. `temperature` 0 is greedy; None is
-    greedy for one choice and 1.0 for several. `top_k` 0 means no limit. `logprobs` k returns the sampled token's log-probability and the
-    k most likely ones, from the raw logits (before temperature and penalties).
+    greedy for one choice and 1.0 for several. `top_k` 0 means no limit. `logprobs` k returns the
+    sampled token's log-probability and the k most likely ones, from the raw logits (before
+    temperature and penalties).
     """
 
     max_tokens: int | None = None
