@@ -1,0 +1,51 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fastserve_hpc.config import EngineConfig, ServerConfig, parse_size, state_dir
+from fastserve_hpc.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("512M", 512 * 2**20), ("1.5G", 3 * 2**29), ("2 GiB", 2**31), ("8kb", 8192), ("1T", 2**40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "M", "12X", "-1G", "1e9", "nan", "512MM"])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
+
+
+def test_a_wrong_world_size_is_answered_with_the_right_one() -> None:
+    config = EngineConfig(tp=2, pp=3)
+    config.check_world_size(6)
+    with pytest.raises(ConfigError, match=r"4 ranks were started, but --tp 2 x --pp 3 = 6: start with -n 6"):
+        config.check_world_size(4)
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "max_batch", "max_batch_tokens", "block_size", "max_model_len"])
+def test_counts_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} 0"):
+        EngineConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 65, "a b"])
+def test_endpoint_names_are_safe_file_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="--endpoint"):
+        ServerConfig(endpoint=name)
+
+
+def test_every_setting_has_help() -> None:
+    for config in (EngineConfig, ServerConfig):
+        for field in dataclasses.fields(config):
+            assert field.metadata["help"].endswith(".")
+
+
+def test_state_dir_can_be_moved() -> None:
+    assert state_dir({"FASTSERVE_HPC_HOME": "/scratch/x"}, Path("/home/u")) == Path("/scratch/x")
+    assert state_dir({}, Path("/home/u")) == Path("/home/u/.fastserve-hpc")
