@@ -1,0 +1,23 @@
+"""Fixtures for all tests; what they are made of is in support.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support import Server
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts servers that are surely gone after the test: `start_server("--model", "fake", ranks=2)`."""
+    servers: list[Server] = []
+
+    def start(*args: str, ranks: int = 1, env: dict[str, str] | None = None, home: Path | None = None) -> Server:
+        servers.append(Server(home or tmp_path / "home", list(args), ranks, env))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
