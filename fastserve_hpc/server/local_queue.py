@@ -1,0 +1,194 @@
+"""The two local queues between the coordinator and the ingress process: one socket pair.
+
+A socket pair has no name that a stranger could open, and its end of file tells either side at
+once that the other has died. Frames are a 4-byte length and one msgpack message (`queues.py`).
+Nothing here blocks but `CoordinatorQueue.poll` with a timeout; what the kernel does not take at
+once waits in a buffer whose size is bounded.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+
+from fastserve_hpc.errors import FastServeError
+from fastserve_hpc.server import queues
+from fastserve_hpc.server.queues import EngineCommands, EngineOutput
+
+_HEADER_BYTES = 4
+_READ_BYTES = 1 << 20
+_MAX_READS = 16
+"""Reads per call, so that a fast writer cannot keep the reader from its other work."""
+MAX_BACKLOG_BYTES = 256 * 2**20
+"""Output that the ingress has not read; more means that it hangs."""
+
+
+class IngressError(FastServeError):
+    """The ingress process died or hangs; the server cannot go on."""
+
+
+class QueueClosed(Exception):
+    """The other side has closed its end or died."""
+
+
+class FrameStream:
+    """Length-prefixed frames over a non-blocking stream socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that wait for the other side to read."""
+        return len(self._outgoing)
+
+    def write(self, payload: bytes) -> None:
+        """Queue a frame and send what the kernel takes. Raises `QueueClosed`."""
+        self._outgoing += len(payload).to_bytes(_HEADER_BYTES, "little") + payload
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the kernel takes of the backlog. Raises `QueueClosed`."""
+        try:
+            while self._outgoing:
+                sent = self._sock.send(self._outgoing)
+                del self._outgoing[:sent]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise QueueClosed from error
+
+    def read(self) -> list[bytes]:
+        """The whole frames that have arrived. Raises `QueueClosed` at the end, after the last frame."""
+        ended = self._fill()
+        frames = self._split()
+        if ended and not frames:
+            raise QueueClosed
+        return frames
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _fill(self) -> bool:
+        """Take bytes from the kernel; True at the end of the stream."""
+        try:
+            for _ in range(_MAX_READS):
+                data = self._sock.recv(_READ_BYTES)
+                if not data:
+                    return True
+                self._incoming += data
+                if len(data) < _READ_BYTES:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:
+            return True
+        return False
+
+    def _split(self) -> list[bytes]:
+        frames, start = [], 0
+        while len(self._incoming) - start >= _HEADER_BYTES:
+            body = start + _HEADER_BYTES
+            end = body + int.from_bytes(self._incoming[start:body], "little")
+            if end > len(self._incoming):
+                break
+            frames.append(bytes(self._incoming[body:end]))
+            start = end
+        del self._incoming[:start]
+        return frames
+
+
+class CoordinatorQueue:
+    """The coordinator's end: takes commands, sends output. Owned by one thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._stream = FrameStream(sock)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def poll(self, timeout_s: float = 0.0) -> list[EngineCommands]:
+        """What has arrived, after waiting at most `timeout_s` for the first.
+
+        Raises `IngressError` if the ingress died.
+        """
+        try:
+            if timeout_s > 0:
+                self._wait(timeout_s)
+            self._stream.flush()
+            return [queues.decode_commands(frame) for frame in self._stream.read()]
+        except QueueClosed:
+            raise _dead_ingress() from None
+
+    def send(self, output: EngineOutput) -> None:
+        """Send without waiting. Raises `IngressError` if the ingress died or has long stopped reading."""
+        try:
+            self._stream.write(queues.encode(output))
+        except QueueClosed:
+            raise _dead_ingress() from None
+        if self._stream.backlog_bytes > MAX_BACKLOG_BYTES:
+            raise IngressError(f"the ingress process hangs: {MAX_BACKLOG_BYTES >> 20} MiB of output wait for it")
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Give the ingress `linger_s` to read the last output, then close."""
+        try:
+            while self._stream.backlog_bytes and self._writable(linger_s):
+                self._stream.flush()
+        except QueueClosed:
+            pass
+        self._stream.close()
+
+    def _wait(self, timeout_s: float) -> None:
+        poller = select.poll()
+        poller.register(self._stream, select.POLLIN | (select.POLLOUT if self._stream.backlog_bytes else 0))
+        poller.poll(timeout_s * 1000)
+
+    def _writable(self, timeout_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self._stream, select.POLLOUT)
+        return bool(poller.poll(timeout_s * 1000))
+
+
+class IngressQueue:
+    """The ingress's end; its poller waits on `fileno`. Methods raise `QueueClosed` when the coordinator is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._stream = FrameStream(sock)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Commands that the coordinator has not read; the ingress refuses work while this is large."""
+        return self._stream.backlog_bytes
+
+    def receive(self) -> list[EngineOutput]:
+        """What has arrived; never waits."""
+        return [queues.decode_output(frame) for frame in self._stream.read()]
+
+    def send(self, commands: EngineCommands) -> None:
+        """Send without waiting; what does not fit now goes out with later calls of `flush`."""
+        self._stream.write(queues.encode(commands))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def queue_pair() -> tuple[CoordinatorQueue, socket.socket]:
+    """The coordinator's end, and the socket that the ingress process inherits for `IngressQueue`."""
+    ours, theirs = socket.socketpair()
+    return CoordinatorQueue(ours), theirs
+
+
+def _dead_ingress() -> IngressError:
+    return IngressError("the ingress process has ended, so no client can reach this server; its last lines say why")
