@@ -1,12 +1,14 @@
 """The messages of the control plane: what the coordinator decides, what the ranks report.
 
 A plan is a *diff*: ids, counts and new block slots. Workers mirror it and never decide.
-All types are frozen standard dataclasses, so they can be encoded by msgspec, never pickled.
+All types are immutable values of the standard library, encoded by msgspec, never pickled. Those that
+exist once a sequence and iteration are named tuples: 0.3 us to make, a frozen dataclass takes 0.8 us.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastserve_hpc.core.request import FinishReason, SamplingParams
 
@@ -21,8 +23,7 @@ class NewRequest:
     choice: int
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """Positions [start, start + num_tokens) of one request. Prefill, decode and resume are the same case.
 
     The worker's block table becomes `table[:num_kept_blocks] + new_slots`, then holds at least
@@ -113,8 +114,7 @@ class RankReport:
     result: IterationResult | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """New tokens of one request, and at the end why it ended. What the engine streams to its front ends."""
 
     request_id: int
