@@ -1,0 +1,82 @@
+"""The command line. One file a command, loaded only when it is asked for.
+
+A command returns an `ExitCode` (None is `DONE`). A `FastServeError` ends it with one line on
+standard error and the error's exit code; anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import IO, Any
+
+import click
+
+from fastserve_hpc import __version__
+from fastserve_hpc.errors import ExitCode, FastServeError
+
+COMMANDS = ("serve", "batch", "submit", "chat", "status", "stop", "bench")
+
+_EPILOG = """\b
+Start a server on two ranks, ask it, score a file on it, end it:
+  mpiexec -n 2 fastserve-hpc serve --model smollm2-135m --pp 2 &
+  fastserve-hpc submit "What is the capital of France?"
+  fastserve-hpc batch --endpoint default --input in.jsonl --output out.jsonl
+  fastserve-hpc stop
+
+\b
+Exit codes: 0 done, 1 internal error, 2 usage, 3 some lines or requests failed,
+75 stopped early (run the same command again).
+
+\b
+FASTSERVE_HPC_HOME is where servers leave their endpoint files for clients to
+find (default ~/.fastserve-hpc). FASTSERVE_HPC_<OPTION>, as FASTSERVE_HPC_PP=2,
+sets an option of serve or batch; FASTSERVE_HPC_ENDPOINT names the server for
+serve and the client commands.
+"""
+
+
+class CommandError(click.ClickException):
+    """How a `FastServeError` ends a command."""
+
+    def __init__(self, error: FastServeError):
+        super().__init__(str(error))
+        self.exit_code = int(error.exit_code)
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.message}", file=file, err=file is None)
+
+
+class Commands(click.Group):
+    """Imports a command's file when it is run or its help is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"fastserve_hpc.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            code = super().invoke(ctx)
+        except FastServeError as error:
+            raise CommandError(error) from error
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(int(ExitCode.STOPPED_EARLY))
+        ctx.exit(int(code or ExitCode.DONE))
+
+
+@click.group(
+    cls=Commands,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="fastserve-hpc")
+def main() -> None:
+    """FastServe-HPC serves language models on HPC clusters: live clients and batch files at the same
+    time, on the same MPI ranks.
+    """
