@@ -89,7 +89,7 @@ class IterationResult:
 
     `token_ids` are aligned with the plan's slices that sample. `logprobs` likewise, empty where
     no request wants any. `prompt_logprobs` holds (request id, one entry per position of the slice,
-    None for position 0 of the prompt).
+    None for position 0 of the prompt); what a resumed request computes again is not reported again.
     """
 
     plan_id: int
@@ -98,6 +98,8 @@ class IterationResult:
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs | None, ...]], ...] = ()
     compute_s: float = 0.0
     """Wall seconds from the start of the first stage's compute to the sample, where known; else the last stage's."""
+    errors: tuple[tuple[int, str], ...] = ()
+    """(request id, what went wrong) of requests that cannot go on; their token id here, if they sample, is -1."""
 
 
 @dataclass(frozen=True, slots=True)
