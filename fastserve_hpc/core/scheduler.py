@@ -1,0 +1,285 @@
+"""Who runs in the next iteration. A pure function of what it was told; the clock is an argument.
+
+*Policy orders, memory admits, the scheduler packs.* `schedule` decides the next plan, `update` takes
+the results, in the order of the plans; up to `num_stages` plans are in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from fastserve_hpc.core.kv_manager import KvManager
+from fastserve_hpc.core.packing import Packing
+from fastserve_hpc.core.plan import IterationPlan, IterationResult, SequenceSlice, TokenDelta, TokenLogprobs
+from fastserve_hpc.core.policy.base import Policy
+from fastserve_hpc.core.request import FinishReason, Request
+from fastserve_hpc.core.sequence import Sequence
+from fastserve_hpc.errors import RequestError
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has been done since the start."""
+
+    iterations: int = 0
+    prompt_tokens: int = 0
+    """Prompt positions computed; those of a preempted request count again."""
+    output_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A plan whose result is awaited."""
+
+    plan_id: int
+    slices: tuple[SequenceSlice, ...]
+    sequences: tuple[Sequence, ...]
+
+
+class Scheduler:
+    """Requests in, plans out; results in, tokens out."""
+
+    def __init__(self, policy: Policy, kv: KvManager, *, max_batch: int, max_batch_tokens: int, num_stages: int = 1):
+        limits = {"max_batch": max_batch, "max_batch_tokens": max_batch_tokens, "num_stages": num_stages}
+        for name, value in limits.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
+        self.policy = policy
+        self.kv = kv
+        self.max_batch = max_batch
+        self.max_batch_tokens = max_batch_tokens
+        self.num_stages = num_stages
+        self.counters = Counters()
+        self._live: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}
+        self._in_flight: deque[_Flight] = deque()
+        self._to_forget: list[int] = []
+        self._last_plan_id = 0
+        self._last_done = 0
+        self._is_short_of_blocks = False
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none: not begun, or preempted."""
+        return len(self._live) - len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose results are awaited."""
+        return len(self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is in flight and `schedule` has nothing to say."""
+        return not (self._live or self._in_flight or self._to_forget)
+
+    def request_ids(self) -> list[int]:
+        """The requests that are not finished, by arrival."""
+        return list(self._live)
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request that the front end has resolved (see `Request`).
+
+        Raises `RequestError` with the numbers if the KV cache can never hold it.
+        """
+        if request.request_id in self._live:
+            raise ValueError(f"request {request.request_id} is already here: ids are used once")
+        sequence = Sequence(request, now)
+        needed = self.kv.blocks_for(sequence.max_computed)
+        if needed > self.kv.num_total:
+            raise RequestError(self._too_large(sequence, needed), code="context_length_exceeded")
+        self._live[request.request_id] = sequence
+        self.policy.add(sequence, now)
+
+    def abort(self, request_id: int, now: float) -> None:  # noqa: ARG002
+        """Drop a request, whatever its state; no token of it follows. Unknown and finished ids are ignored."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._remove(sequence)
+
+    def schedule(self, now: float) -> IterationPlan | None:
+        """The next plan, to be published to every rank; None if there is nothing to do until something changes.
+
+        A plan without slices only tells the workers whom to forget; no result of it is awaited.
+        """
+        if len(self._in_flight) >= self.num_stages:
+            return None
+        packing = self._pack(now)
+        if not packing.slices and (self._in_flight or not self._to_forget):
+            return None
+        plan = self._next_plan(packing)
+        if plan.slices:
+            self._in_flight.append(_Flight(plan.plan_id, plan.slices, tuple(packing.sequences)))
+        return plan
+
+    def shutdown(self) -> IterationPlan:
+        """The last plan: the workers leave their loop."""
+        self._last_plan_id += 1
+        return IterationPlan(self._last_plan_id, finished=self._take_forgotten(), shutdown=True)
+
+    def update(self, result: IterationResult, now: float) -> list[TokenDelta]:
+        """Take the result of the oldest plan in flight: the new tokens, in the order of its slices.
+
+        The result of a plan without slices is ignored. Any other order is a bug and raises ValueError.
+        """
+        flight = self._land(result)
+        if flight is None:
+            return []
+        tokens = iter(result.token_ids)
+        logprobs = iter(result.logprobs or (None,) * len(result.token_ids))
+        prompt_logprobs = dict(result.prompt_logprobs)
+        deltas = []
+        for piece, sequence in zip(flight.slices, flight.sequences, strict=True):
+            token_id, logprob = (next(tokens), next(logprobs)) if piece.samples else (None, None)
+            if sequence.is_finished:
+                continue
+            reason = self._advance(sequence, piece.num_tokens, token_id, now)
+            scores = prompt_logprobs.get(piece.request_id, ()) if prompt_logprobs else ()
+            if token_id is not None or scores:
+                deltas.append(_delta(piece.request_id, token_id, reason, logprob, scores))
+        return deltas
+
+    def _pack(self, now: float) -> Packing:
+        packing = Packing(
+            policy=self.policy,
+            kv=self.kv,
+            running=self._running,
+            plan_id=self._last_plan_id + 1,
+            last_done=self._last_done,
+            max_batch=self.max_batch,
+            budget=self.max_batch_tokens,
+            share=self._share(),
+        )
+        packing.fill(now)
+        self._is_short_of_blocks = packing.is_short_of_blocks
+        self.counters.preemptions += packing.num_preempted
+        return packing
+
+    def _share(self) -> int:
+        """How many sequences one plan takes, so that every stage of the pipeline has work."""
+        active = min(len(self._live), self.max_batch)
+        if self._is_short_of_blocks:
+            active = min(active, len(self._running))
+        return max(1, -(-active // self.num_stages))
+
+    def _next_plan(self, packing: Packing) -> IterationPlan:
+        self._last_plan_id += 1
+        return IterationPlan(
+            self._last_plan_id,
+            slices=tuple(packing.slices),
+            new_requests=tuple(packing.new_requests),
+            finished=self._take_forgotten(),
+        )
+
+    def _take_forgotten(self) -> tuple[int, ...]:
+        forgotten, self._to_forget = tuple(self._to_forget), []
+        return forgotten
+
+    def _land(self, result: IterationResult) -> _Flight | None:
+        """The plan that the result is for, which is no longer in flight then; None for one without slices."""
+        oldest = self._in_flight[0] if self._in_flight else None
+        if oldest is None or result.plan_id < oldest.plan_id:
+            if result.token_ids or not self._last_done < result.plan_id <= self._last_plan_id:
+                raise ValueError(f"result of plan {result.plan_id}, which is not in flight")
+            return None
+        if result.plan_id != oldest.plan_id:
+            raise ValueError(f"result of plan {result.plan_id}, but plan {oldest.plan_id} comes first")
+        _check_counts(result, sum(piece.samples for piece in oldest.slices))
+        self._in_flight.popleft()
+        self._last_done = oldest.plan_id
+        self.kv.plan_done(oldest.plan_id)
+        self._count(oldest, result)
+        return oldest
+
+    def _count(self, flight: _Flight, result: IterationResult) -> None:
+        self.counters.iterations += 1
+        self.counters.output_tokens += len(result.token_ids)
+        for piece, sequence in zip(flight.slices, flight.sequences, strict=True):
+            if piece.start < sequence.num_prompt:
+                self.counters.prompt_tokens += min(piece.end, sequence.num_prompt) - piece.start
+
+    def _advance(self, sequence: Sequence, num_tokens: int, token_id: int | None, now: float) -> FinishReason | None:
+        """Note what a slice has done; why the sequence ended, if it has."""
+        reason = None
+        if token_id is not None:
+            reason = self._accept(sequence, token_id)
+        if reason is None:
+            self.policy.on_progress(sequence, num_tokens, now)
+        else:
+            self._remove(sequence)
+        return reason
+
+    def _accept(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sequence.outputs.append(token_id)
+        sequence.num_tokens += 1
+        sequence.awaits_sample = False
+        num_outputs = len(sequence.outputs)
+        if token_id in sequence.stop_token_ids and num_outputs > sequence.request.sampling.min_tokens:
+            return "stop"
+        return "length" if num_outputs >= sequence.max_tokens else None
+
+    def _remove(self, sequence: Sequence) -> None:
+        request_id = sequence.request_id
+        sequence.is_finished = True
+        del self._live[request_id]
+        self._running.pop(request_id, None)
+        self.kv.free(request_id, sequence.last_plan_id)
+        self.policy.remove(sequence)
+        if sequence.num_held:
+            self._to_forget.append(request_id)
+
+    def _too_large(self, sequence: Sequence, needed: int) -> str:
+        size, total = self.kv.block_size, self.kv.num_total
+        return (
+            f"prompt ({sequence.num_prompt} tokens) + max_tokens ({sequence.max_tokens}) need {needed} KV blocks of "
+            f"{size} tokens, but the cache has {total} ({total * size} tokens): ask for fewer tokens or serve with a "
+            "larger --device-kv"
+        )
+
+    def check(self, now: float) -> None:
+        """Assert the invariants. Costs as much as the queue is long: for tests."""
+        self.kv.check()
+        assert sorted(self.kv.holders()) == sorted(self._running)
+        assert self._running.keys() <= self._live.keys()
+        for sequence in self._live.values():
+            sequence.check()
+            assert not sequence.is_finished
+            assert (sequence.request_id in self._running) == (sequence.num_planned > 0)
+            assert self.kv.holds(sequence.request_id, sequence.num_planned)
+        self._check_flights()
+        ranked = list(self.policy.ranked(now))
+        assert sorted(sequence.request_id for sequence in ranked) == sorted(self._live)
+        assert ranked == sorted(ranked, key=self.policy.order_key)
+
+    def _check_flights(self) -> None:
+        plan_ids = [flight.plan_id for flight in self._in_flight]
+        assert len(plan_ids) <= self.num_stages
+        assert plan_ids == sorted(set(plan_ids))
+        assert all(self._last_done < plan_id <= self._last_plan_id for plan_id in plan_ids)
+        pieces = [pair for flight in self._in_flight for pair in zip(flight.sequences, flight.slices, strict=True)]
+        sampling = [sequence.request_id for sequence, piece in pieces if piece.samples and not sequence.is_finished]
+        assert sorted(sampling) == sorted(s.request_id for s in self._live.values() if s.awaits_sample)
+
+
+def _check_counts(result: IterationResult, num_samples: int) -> None:
+    for name, count in (("tokens", len(result.token_ids)), ("logprobs", len(result.logprobs) or num_samples)):
+        if count != num_samples:
+            raise ValueError(f"plan {result.plan_id} has {num_samples} slices that sample, its result {count} {name}")
+
+
+def _delta(
+    request_id: int,
+    token_id: int | None,
+    reason: FinishReason | None,
+    logprob: TokenLogprobs | None,
+    scores: tuple[TokenLogprobs | None, ...],
+) -> TokenDelta:
+    token_ids = () if token_id is None else (token_id,)
+    return TokenDelta(request_id, token_ids, reason, () if logprob is None else (logprob,), scores)

@@ -1,0 +1,66 @@
+"""A request on its way through the scheduler: the one mutable record of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastserve_hpc.core.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What the scheduler knows of a request; policies read it, only the scheduler writes it.
+
+    Positions [0, num_prompt) are the prompt, those after it the outputs. All `num_tokens` tokens are
+    known; the KV of the first `num_planned` is computed or in flight. A slice that reaches
+    `num_tokens` samples the next token.
+    """
+
+    request: Request
+    arrived: float
+    """Seconds, on the clock that the scheduler is given."""
+    outputs: list[int] = field(default_factory=list)
+    num_planned: int = 0
+    num_held: int = 0
+    """Tokens in the workers' record, or on the way there; 0: the workers do not know the request."""
+    awaits_sample: bool = False
+    """A slice that samples is in flight: what to compute next is not known yet."""
+    last_plan_id: int = 0
+    """The last plan with a slice of this sequence."""
+    num_preemptions: int = 0
+    is_finished: bool = False
+    request_id: int = field(init=False)
+    num_prompt: int = field(init=False)
+    num_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
+        self.num_prompt = self.num_tokens = len(self.request.prompt)
+        self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens it may generate; the front end has put a number there."""
+        limit = self.request.sampling.max_tokens
+        if limit is None:
+            raise ValueError(f"request {self.request_id}: max_tokens is not resolved")
+        return limit
+
+    @property
+    def max_computed(self) -> int:
+        """Positions whose KV it may need: the last token is never computed."""
+        return self.num_prompt + self.max_tokens - 1
+
+    def unsent(self, end: int) -> tuple[int, ...]:
+        """The tokens at positions below `end` that the workers do not hold."""
+        first = self.num_held - self.num_prompt
+        return tuple(self.outputs[first : end - self.num_prompt]) if end > self.num_held else ()
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self.num_tokens == self.num_prompt + len(self.outputs)
+        assert 0 <= self.num_planned <= self.num_tokens
+        assert self.num_held == 0 or self.num_prompt <= self.num_held <= self.num_tokens
+        assert self.num_planned == 0 or self.num_held >= self.num_planned
+        assert len(self.outputs) < self.max_tokens or self.is_finished
