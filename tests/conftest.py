@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import Server
@@ -14,8 +15,8 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers that are surely gone after the test: `start_server("--model", "fake", ranks=2)`."""
     servers: list[Server] = []
 
-    def start(*args: str, ranks: int = 1, env: dict[str, str] | None = None, home: Path | None = None) -> Server:
-        servers.append(Server(home or tmp_path / "home", list(args), ranks, env))
+    def start(*args: str, home: Path | None = None, **kwargs: Any) -> Server:
+        servers.append(Server(home or tmp_path / "home", list(args), **kwargs))
         return servers[-1]
 
     yield start

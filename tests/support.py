@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fastserve_hpc.core.request import Request, SamplingParams
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
 START_TIMEOUT_S = 90.0
 
 
@@ -29,13 +31,21 @@ def create_requests(n: int, prompt_len: int = 8, max_tokens: int = 16, **samplin
 class Server:
     """`fastserve-hpc serve` under mpiexec (or alone at world size 1), in its own state directory."""
 
-    def __init__(self, home: Path, args: list[str], ranks: int = 1, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        home: Path,
+        args: list[str],
+        ranks: int = 1,
+        env: dict[str, str] | None = None,
+        launcher_args: tuple[str, ...] = (),
+        program: list[str] | None = None,
+    ):
         self.home = home
         self.ranks = ranks
         self.env = {**os.environ, "FASTSERVE_HPC_HOME": str(home), **(env or {})}
         self.started = time.monotonic()
-        command = [sys.executable, "-m", "fastserve_hpc", "serve", *args]
-        launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks)] if ranks > 1 else []
+        command = [*(program or [sys.executable, "-m", "fastserve_hpc"]), "serve", *args]
+        launcher = [str(MPIEXEC), *launcher_args, "-n", str(ranks)] if ranks > 1 else []
         self.process = subprocess.Popen(
             [*launcher, *command], env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -55,21 +65,21 @@ class Server:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for_line(self, start: str, timeout_s: float = START_TIMEOUT_S) -> str:
-        """The first new line that starts with `start`; fails with the output when the server ends or time is up."""
+    def wait_for_line(self, wanted: Callable[[str], bool], timeout_s: float = START_TIMEOUT_S) -> str:
+        """The first new line that is wanted; fails with the output when the server ends or time is up."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"no line {start!r} in {timeout_s} s:\n{self.output}") from None
+                raise AssertionError(f"not seen in {timeout_s} s:\n{self.output}") from None
             if line is None:
-                raise AssertionError(f"the server ended ({self.process.wait()}) before {start!r}:\n{self.output}")
-            if line.startswith(start):
+                raise AssertionError(f"the server ended ({self.process.wait()}) before:\n{self.output}")
+            if wanted(line):
                 return line
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> Server:
-        self.wait_for_line("ready ", timeout_s)
+        self.wait_for_line(lambda line: line.startswith("ready "), timeout_s)
         self.start_s = time.monotonic() - self.started
         return self
 
@@ -87,9 +97,12 @@ class Server:
         command = [sys.executable, "-m", "fastserve_hpc", *args]
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s, **kwargs)
 
-    def rank_pids(self) -> list[int]:
-        """Processes of the ranks, in rank order as far as pids tell; not the launcher, not the ingress."""
-        return sorted(p for p in descendants(self.process.pid) if is_rank(p))
+    def rank_pid(self, rank: int) -> int:
+        """The process of a rank (not its launcher, not the ingress)."""
+        pids = [self.process.pid, *descendants(self.process.pid)]
+        ranks = [p for p in pids if is_rank(p) and (self.ranks == 1 or environment(p).get("PMI_RANK") == str(rank))]
+        assert len(ranks) == 1, f"{len(ranks)} processes are rank {rank}"
+        return ranks[0]
 
     def wait(self, timeout_s: float = 30.0) -> int:
         code = self.process.wait(timeout=timeout_s)
@@ -98,13 +111,13 @@ class Server:
 
     def close(self) -> None:
         """End it: politely, then by SIGKILL to every process it started."""
-        family = [self.process.pid, *descendants(self.process.pid)]
+        family = {pid: command_line(pid) for pid in [self.process.pid, *descendants(self.process.pid)]}
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=10)
         for pid in family:
-            if is_fastserve(pid) or (pid == self.process.pid and self.process.poll() is None):
+            if is_alive(pid) and command_line(pid) == family[pid]:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(timeout=10)
 
@@ -134,11 +147,20 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
-def is_fastserve(pid: int) -> bool:
-    return any("fastserve_hpc" in part for part in command_line(pid))
+def environment(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def is_rank(pid: int) -> bool:
-    """Whether the process is a rank itself (a launcher has `serve` in its command line too)."""
     words = command_line(pid)
-    return "fastserve_hpc" in words and "serve" in words and "python" in words[0]
+    return "serve" in words and "python" in words[0]
