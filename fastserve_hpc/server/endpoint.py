@@ -1,0 +1,146 @@
+"""The server's side of its endpoint file: claiming a name, publishing, taking it back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from pathlib import Path
+
+import msgspec
+
+from fastserve_hpc.config import check_endpoint_name
+from fastserve_hpc.core.engine import EngineState
+from fastserve_hpc.endpoint import Endpoint, default_name, file_of, load
+from fastserve_hpc.errors import ConfigError, EndpointError
+
+MAX_DEFAULT_NAMES = 100
+CLAIM_TIMEOUT_S = 10.0
+
+
+class EndpointFile:
+    """One server's endpoint file, from the claim to the end. Owned by the ingress process."""
+
+    def __init__(self, path: Path, endpoint: Endpoint) -> None:
+        self._path = path
+        self.endpoint = endpoint
+        self._write()
+
+    def update(self, *, state: EngineState | None = None, max_model_len: int | None = None) -> None:
+        """Publish what has changed."""
+        old = self.endpoint
+        self.endpoint = msgspec.structs.replace(
+            old, state=state or old.state, max_model_len=max_model_len or old.max_model_len
+        )
+        if self.endpoint != old:
+            self._write()
+
+    def remove(self) -> None:
+        """Take the file back, unless another server has taken the name over."""
+        with contextlib.suppress(OSError, EndpointError):
+            if load(self._path).instance_id == self.endpoint.instance_id:
+                self._path.unlink()
+
+    def _write(self) -> None:
+        """Readers see the old file or the new one, also after a crash."""
+        temporary = self._path.with_suffix(f".{self.endpoint.instance_id}.tmp")
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o600), "wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(msgspec.json.format(msgspec.json.encode(self.endpoint)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._path)
+
+
+def publish(
+    directory: Path,
+    name: str | None,
+    environ: Mapping[str, str],
+    describe: Callable[[str], Endpoint],
+    answers: Callable[[Endpoint], bool],
+) -> EndpointFile:
+    """Claim a name and write the file of the endpoint that `describe(name)` makes.
+
+    `answers` asks a server of another host whether it lives. Raises `ConfigError` where a name
+    that was asked for is taken; the default name moves on to default-2 and so forth.
+    """
+    _make_directory(directory)
+    for candidate in [name] if name is not None else _default_names(environ):
+        path = file_of(candidate, directory)
+        with _claim(path):
+            if not _in_use(path, answers):
+                return EndpointFile(path, describe(candidate))
+        if name is not None:
+            raise ConfigError(
+                f"--endpoint {name}: a server of that name is running; end it with 'fastserve-hpc stop --endpoint "
+                f"{name}', choose another name, or remove {path} if you know that it is dead"
+            )
+    raise ConfigError(f"{MAX_DEFAULT_NAMES} servers are running: give this one a name with --endpoint")
+
+
+def _default_names(environ: Mapping[str, str]) -> Iterator[str]:
+    first = default_name(environ)
+    check_endpoint_name(first)
+    yield first
+    for number in count(2):
+        if number > MAX_DEFAULT_NAMES:
+            return
+        yield f"{first}-{number}"
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory.stat().st_mode & 0o077:
+            directory.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory}: {error.strerror}; set FASTSERVE_HPC_HOME to a directory that servers and clients share"
+        ) from error
+
+
+@contextlib.contextmanager
+def _claim(path: Path) -> Iterator[None]:
+    """Judging a file and writing ours is one act: a directory beside it is the lock, which works on NFS too."""
+    lock = path.with_suffix(".claim")
+    while not _made(lock):
+        _wait_for(lock)
+    try:
+        yield
+    finally:
+        lock.rmdir()
+
+
+def _made(lock: Path) -> bool:
+    try:
+        lock.mkdir(mode=0o700)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _wait_for(lock: Path) -> None:
+    """Until it is gone. Whoever holds the same lock for longer than a claim takes has died."""
+    with contextlib.suppress(FileNotFoundError):
+        inode, deadline = lock.stat().st_ino, time.monotonic() + CLAIM_TIMEOUT_S
+        while lock.stat().st_ino == inode:
+            if time.monotonic() > deadline:
+                lock.rmdir()
+            time.sleep(0.02)
+
+
+def _in_use(path: Path, answers: Callable[[Endpoint], bool]) -> bool:
+    try:
+        endpoint = load(path)
+    except FileNotFoundError:
+        return False
+    except EndpointError:
+        return False
+    if endpoint.is_dead():
+        return False
+    if endpoint.process is not None and endpoint.process.is_here:
+        return True
+    return answers(endpoint)
