@@ -1,0 +1,163 @@
+"""The KV cache of one rank: blocks on the device and on the host, and the copies between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fastserve_hpc.core.plan import BlockCopy
+from fastserve_hpc.errors import ConfigError
+from fastserve_hpc.models.spec import ModelSpec
+from fastserve_hpc.parallel.topology import Topology
+
+_MEMORY_FRACTION = 0.5
+"""Of the free memory, what both tiers take together where nobody said how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """One block on one rank: [num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, spec: ModelSpec, topology: Topology, block_size: int, dtype: torch.dtype) -> KVShape:
+        """The share of this rank: its stage's layers, its part of the KV heads (at least one)."""
+        num_layers = len(topology.layer_range(spec.num_layers))
+        num_kv_heads = max(1, spec.num_kv_heads // topology.tp_size)
+        return cls(num_layers, num_kv_heads, block_size, spec.head_dim, dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+    def num_blocks(self, budget_bytes: int) -> int:
+        """How many blocks fit into a budget."""
+        return budget_bytes // self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """Blocks of each tier."""
+
+    device_blocks: int
+    host_blocks: int
+
+
+def choose_size(
+    shape: KVShape, device_kv: int | None, host_kv: int | None, free_bytes: int, max_batch: int, max_model_len: int
+) -> KVSize:
+    """Blocks for budgets in bytes; None: what `max_batch` longest requests need, within half of the free memory.
+
+    `free_bytes` is this rank's share of what is free, where ranks share a node also of that. Raises
+    `ConfigError` where the device's blocks cannot hold one longest request.
+    """
+    blocks_per_request = -(-max_model_len // shape.block_size)
+    affordable = shape.num_blocks(int(free_bytes * _MEMORY_FRACTION)) // (2 if host_kv is None else 1)
+    device = min(max_batch * blocks_per_request, affordable) if device_kv is None else shape.num_blocks(device_kv)
+    if device < blocks_per_request:
+        given = f"{free_bytes / 2**20:.0f} MiB free" if device_kv is None else f"--device-kv {device_kv} bytes"
+        raise ConfigError(
+            f"{given}: room for {device} KV blocks, but one request of --max-model-len {max_model_len} needs "
+            f"{blocks_per_request} ({blocks_per_request * shape.block_bytes / 2**20:.1f} MiB on this rank): "
+            f"give more memory or lower --max-model-len to {device * shape.block_size}"
+        )
+    return KVSize(device, device if host_kv is None else shape.num_blocks(host_kv))
+
+
+class KVCache:
+    """Two tiers of blocks, [num_blocks, layers, 2, kv_heads, block_size, head_dim] each, zeroed.
+
+    Block-major: a block is one contiguous piece, so that it moves between the tiers as one copy.
+    Copies are numbered and done in order; on a GPU they run on a stream of their own.
+    """
+
+    def __init__(self, shape: KVShape, size: KVSize, device: torch.device):
+        self.shape = shape
+        self.device_tier = _zeros(shape, size.device_blocks, device)
+        self.host_tier = _zeros(shape, size.host_blocks, torch.device("cpu"), pinned=device.type == "cuda")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._last_started = 0
+        self._done = 0
+
+    def layer(self, index: int) -> torch.Tensor:
+        """The device blocks of this stage's layer `index`: a view [num_blocks, 2, kv_heads, block_size, head_dim]."""
+        return self.device_tier[:, index]
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Start copies; uploads are complete for all compute that is enqueued afterwards.
+
+        Raises `ValueError` unless the copies' numbers go on without a gap.
+        """
+        if not copies:
+            return
+        for copy in copies:
+            if copy.copy_id != self._last_started + 1:
+                raise ValueError(f"copy {copy.copy_id} follows {self._last_started}: a copy is missing or came twice")
+            self._last_started = copy.copy_id
+        if self._stream is None:
+            self._copy_runs(copies)
+            self._done = self._last_started
+        else:
+            self._copy_on_stream(copies, self._stream)
+
+    def copies_done(self) -> int:
+        """The highest n such that copies 1..n are done. Never waits."""
+        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
+            self._done = self._pending.popleft()[0]
+        return self._done
+
+    def _copy_runs(self, copies: Sequence[BlockCopy]) -> None:
+        for first, count in _runs(copies):
+            on_device = self.device_tier[first.device_slot : first.device_slot + count]
+            on_host = self.host_tier[first.host_slot : first.host_slot + count]
+            if first.to_device:
+                on_device.copy_(on_host, non_blocking=True)
+            else:
+                on_host.copy_(on_device, non_blocking=True)
+
+    def _copy_on_stream(self, copies: Sequence[BlockCopy], stream: torch.cuda.Stream) -> None:
+        compute = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(compute)  # the kernels that wrote the blocks, or last read the slots, come first
+        with torch.cuda.stream(stream):
+            self._copy_runs(copies)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        self._pending.append((self._last_started, event))
+        if any(copy.to_device for copy in copies):
+            compute.wait_event(event)
+
+
+def _runs(copies: Sequence[BlockCopy]) -> Iterator[tuple[BlockCopy, int]]:
+    """Copies joined into (first copy, count) where direction and both slots go on by one."""
+    start = 0
+    for i in range(1, len(copies) + 1):
+        if i == len(copies) or not _follows(copies[start], copies[i], i - start):
+            yield copies[start], i - start
+            start = i
+
+
+def _follows(first: BlockCopy, copy: BlockCopy, distance: int) -> bool:
+    return (copy.device_slot, copy.host_slot, copy.to_device) == (
+        first.device_slot + distance,
+        first.host_slot + distance,
+        first.to_device,
+    )
+
+
+def _zeros(shape: KVShape, num_blocks: int, device: torch.device, pinned: bool = False) -> torch.Tensor:
+    # Zeros, since attention weights of 0 are multiplied with whatever lies behind a sequence's end.
+    sizes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    if device.type != "cpu" or pinned:
+        return torch.zeros(sizes, dtype=shape.dtype, device=device, pin_memory=pinned)
+    # numpy's zeros are untouched pages of the kernel's, so a large cache costs nothing before it is used.
+    return torch.from_numpy(np.zeros((*sizes[:-1], sizes[-1] * shape.dtype.itemsize), np.uint8)).view(shape.dtype)
