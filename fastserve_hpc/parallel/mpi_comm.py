@@ -1,0 +1,75 @@
+"""The data plane over MPI, for CPU ranks: stage links and the collectives of a stage."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from fastserve_hpc.parallel.comm import Hook, do_nothing
+from fastserve_hpc.parallel.idle import Waiter
+from fastserve_hpc.parallel.mpi_group import MpiGroup
+from fastserve_hpc.parallel.mpi_links import RecvLink, SendLink
+from fastserve_hpc.parallel.topology import Topology
+
+
+class Collectives(Protocol):
+    """What a stage's ranks do together; where one exists for the node, shared memory takes MPI's place."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `TensorComm.all_reduce`."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `TensorComm.all_gather`."""
+
+
+class MpiTensorComm:
+    """`TensorComm` over MPI. Making one is collective over `world`.
+
+    `max_link_bytes`: the largest hidden state, max_batch_tokens * hidden_size * bytes per element.
+    `check` raises once a rank is lost; every wait calls it.
+    """
+
+    def __init__(self, world: MPI.Intracomm, topology: Topology, max_link_bytes: int, check: Hook = do_nothing) -> None:
+        self._waiter = Waiter(check)
+        links = world.Dup()
+        self.stage_comm = MPI.Intracomm(world.Split(topology.stage, topology.tp_rank))
+        self.collectives: Collectives = MpiGroup(self.stage_comm, self._waiter)
+        previous_rank, next_rank = topology.previous_rank, topology.next_rank
+        self._recv = None if previous_rank is None else RecvLink(links, previous_rank, max_link_bytes, self._waiter)
+        self._send = None if next_rank is None else SendLink(links, next_rank, max_link_bytes, self._waiter)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.collectives.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self.collectives.all_gather(x)
+
+    def send_next(self, x: Tensor) -> None:
+        if self._send is None:
+            raise RuntimeError("the last stage has no next stage to send to")
+        self._send.send(x)
+
+    def recv_prev(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        if self._recv is None:
+            raise RuntimeError("the first stage has no stage before it to receive from")
+        return self._recv.receive(num_tokens, hidden_size, dtype)
+
+    def progress(self) -> None:
+        if self._send is not None:
+            self._send.progress()
+        if self._recv is not None:
+            self._recv.progress()
+        self._waiter.run_hook()
+
+    def set_progress_hook(self, hook: Hook) -> None:
+        self._waiter.set_hook(hook)
+
+    def close(self) -> None:
+        self._waiter.set_hook(do_nothing)
+        if self._send is not None:
+            self._send.flush()
+        if self._recv is not None:
+            self._recv.close()
