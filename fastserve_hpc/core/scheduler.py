@@ -77,8 +77,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight and `schedule` has nothing to say."""
-        return not (self._live or self._in_flight or self._to_forget)
+        """No request is here and nothing is in flight."""
+        return not (self._live or self._in_flight)
 
     def request_ids(self) -> list[int]:
         """The requests that are not finished, by arrival."""
@@ -134,11 +134,15 @@ class Scheduler:
             return []
         tokens = iter(result.token_ids)
         logprobs = iter(result.logprobs or (None,) * len(result.token_ids))
-        prompt_logprobs = dict(result.prompt_logprobs)
+        prompt_logprobs, errors = dict(result.prompt_logprobs), dict(result.errors)
         deltas = []
         for piece, sequence in zip(flight.slices, flight.sequences, strict=True):
             token_id, logprob = (next(tokens), next(logprobs)) if piece.samples else (None, None)
             if sequence.is_finished:
+                continue
+            if errors and piece.request_id in errors:
+                self._remove(sequence)
+                deltas.append(TokenDelta(piece.request_id, finish_reason="error", error=errors[piece.request_id]))
                 continue
             reason = self._advance(sequence, piece.num_tokens, token_id, now)
             scores = prompt_logprobs.get(piece.request_id, ()) if prompt_logprobs else ()
@@ -195,12 +199,11 @@ class Scheduler:
         self._in_flight.popleft()
         self._last_done = oldest.plan_id
         self.kv.plan_done(oldest.plan_id)
-        self._count(oldest, result)
+        self._count(oldest)
         return oldest
 
-    def _count(self, flight: _Flight, result: IterationResult) -> None:
+    def _count(self, flight: _Flight) -> None:
         self.counters.iterations += 1
-        self.counters.output_tokens += len(result.token_ids)
         for piece, sequence in zip(flight.slices, flight.sequences, strict=True):
             if piece.start < sequence.num_prompt:
                 self.counters.prompt_tokens += min(piece.end, sequence.num_prompt) - piece.start
@@ -219,6 +222,7 @@ class Scheduler:
     def _accept(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sequence.outputs.append(token_id)
         sequence.num_tokens += 1
+        self.counters.output_tokens += 1
         sequence.awaits_sample = False
         num_outputs = len(sequence.outputs)
         if token_id in sequence.stop_token_ids and num_outputs > sequence.request.sampling.min_tokens:
