@@ -57,6 +57,12 @@ class Cluster:
             self.argv(command, node), capture_output=True, text=True, timeout=timeout_s, env=os.environ | environ
         )
 
+    def run_python(self, *launcher: str, code: str, timeout_s: float = 60) -> list[str]:
+        """The lines that a Python program prints, run by a launcher as `srun -N2`. It must succeed."""
+        done = self.run(*launcher, sys.executable, "-c", code, timeout_s=timeout_s, PYTHONPATH=str(REPOSITORY))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
     def popen(self, *command: str, node: str | None = None, **environ: str) -> subprocess.Popen[str]:
         """Start a command; stdout and stderr are one pipe."""
         return subprocess.Popen(

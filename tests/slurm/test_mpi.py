@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,17 +19,13 @@ print(world.rank, world.size, socket.gethostname(), world.allreduce(world.rank +
 """
 
 
-def srun_python(cluster: Cluster, mpi: str, program: str) -> list[str]:
-    launch = ("srun", "-N2", "--ntasks-per-node=1", f"--mpi={mpi}")
-    done = cluster.run(*launch, sys.executable, "-c", program)
-    assert done.returncode == 0, done.stderr
-    return sorted(done.stdout.splitlines())
+LAUNCH = ("srun", "-N2", "--ntasks-per-node=1")
 
 
 def test_pmi2_makes_one_world_of_two_nodes(cluster: Cluster) -> None:
-    assert srun_python(cluster, "pmi2", SUM_OF_RANKS) == ["0 2 n1 3", "1 2 n2 3"]
+    assert sorted(cluster.run_python(*LAUNCH, "--mpi=pmi2", code=SUM_OF_RANKS)) == ["0 2 n1 3", "1 2 n2 3"]
 
 
 def test_without_pmi_every_task_is_a_world_of_its_own(cluster: Cluster) -> None:
     """Silently: what the start-up doctor is for."""
-    assert srun_python(cluster, "none", SUM_OF_RANKS) == ["0 1 n1 1", "0 1 n2 1"]
+    assert sorted(cluster.run_python(*LAUNCH, "--mpi=none", code=SUM_OF_RANKS)) == ["0 1 n1 1", "0 1 n2 1"]

@@ -1,0 +1,1 @@
+"""Slurm: what its environment says, and the batch scripts that start us under it."""
