@@ -1,0 +1,90 @@
+// The C functions that Python calls: choosing an instruction set, the pool, packing.
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "abi.h"
+
+using namespace fastserve;
+
+namespace {
+
+bool cpu_has_amx() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  return (d & kAmxBf16) && (d & kAmxTile);
+}
+
+// Linux lets a process use the 8 KB tile registers only after it has asked.
+bool kernel_allows_amx() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+bool has_amx() { return has_avx512_bf16() && cpu_has_amx() && kernel_allows_amx(); }
+
+struct Candidate {
+  const char* isa;
+  bool (*supported)();
+  const Ops* (*ops)();
+};
+
+constexpr Candidate kBestFirst[] = {
+    {"amx", has_amx, ops_amx},
+    {"avx512_bf16", has_avx512_bf16, ops_avx512_bf16},
+    {"avx512", has_avx512, ops_avx512},
+    {"avx2", has_avx2, ops_avx2},
+};
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// The table of `isa`, or of the best one for ""; null where this machine has none such.
+const Ops* fs_ops(const char* isa) {
+  for (const Candidate& candidate : kBestFirst) {
+    if (*isa != '\0' && std::strcmp(isa, candidate.isa) != 0) continue;
+    if (candidate.supported()) return candidate.ops();
+  }
+  return nullptr;
+}
+
+const char* fs_source_hash() { return FS_SOURCE_HASH; }
+
+Pool* fs_pool_create(int num_threads) { return pool_create(num_threads); }
+void fs_pool_destroy(Pool* pool) { pool_destroy(pool); }
+
+void fs_pack(Pool* pool, const PackArgs* args) {
+  const PackArgs& a = *args;
+  const int64_t kp = round_up(a.k, kStep);
+  const int64_t per_panel = a.up != nullptr ? kPanel / 2 : kPanel;
+  parallel_for(pool, (a.n + per_panel - 1) / per_panel, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      bf16* out = a.packed + panel * kPanel * kp;
+      std::memset(out, 0, static_cast<size_t>(kPanel * kp) * sizeof(bf16));
+      for (int64_t j = 0; j < kPanel; ++j) {
+        const bool from_up = j >= per_panel;
+        const int64_t row = panel * per_panel + (from_up ? j - per_panel : j);
+        if (row >= a.n) continue;
+        const bf16* source = from_up ? a.up + row * a.ld_up : a.weight + row * a.ld_weight;
+        for (int64_t k = 0; k < a.k; ++k) out[(k / 2 * kPanel + j) * 2 + k % 2] = source[k];
+      }
+    }
+  });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

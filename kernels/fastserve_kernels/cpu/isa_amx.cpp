@@ -1,0 +1,9 @@
+#define FS_ISA amx
+#define FS_ISA_NAME "amx"
+#define FS_TABLE ops_amx
+#define FS_BF16_DOT
+#include "simd_avx512.h"
+#include "math.h"
+#include "block_dot_amx.h"
+#include "linear.h"
+#include "table.h"

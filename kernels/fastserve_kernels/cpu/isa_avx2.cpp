@@ -1,0 +1,8 @@
+#define FS_ISA avx2
+#define FS_ISA_NAME "avx2"
+#define FS_TABLE ops_avx2
+#include "simd_avx2.h"
+#include "math.h"
+#include "block_dot.h"
+#include "linear.h"
+#include "table.h"

@@ -1,0 +1,8 @@
+#define FS_ISA avx512
+#define FS_ISA_NAME "avx512"
+#define FS_TABLE ops_avx512
+#include "simd_avx512.h"
+#include "math.h"
+#include "block_dot.h"
+#include "linear.h"
+#include "table.h"

@@ -1,0 +1,73 @@
+// Functions of 16 floats, written once on top of simd_*.h.
+#pragma once
+
+#include "abi.h"
+
+namespace fastserve {
+namespace FS_ISA {
+
+// One fixed tree, whatever the register width: (i, i + 8), (i, i + 4), (i, i + 2), (i, i + 1).
+static inline float reduce_add(F16 v) {
+  const __m256 eight = _mm256_add_ps(low_half(v), high_half(v));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+static inline float reduce_max(F16 v) {
+  const __m256 eight = _mm256_max_ps(low_half(v), high_half(v));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+// exp(x) to about 1 ulp for x <= 88; exactly 0 below -86, so that a masked score of -inf weighs nothing.
+static inline F16 exp(F16 x) {
+  const F16 bounded = min(max(x, splat(-87.0f)), splat(88.0f));
+  const F16 n = round(mul(bounded, splat(1.44269504f)));
+  F16 r = fma(n, splat(-0.693359375f), bounded);  // ln 2 in two parts: r stays exact to the last bit
+  r = fma(n, splat(2.12194440e-4f), r);
+  F16 p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = add(fma(p, mul(r, r), r), splat(1.0f));
+  return keep_if_ge(scale_by_power(p, n), x, splat(-86.0f));
+}
+
+static inline F16 tanh(F16 x) {  // 1 - 2 / (exp(2x) + 1)
+  const F16 e = exp(min(mul(x, splat(2.0f)), splat(40.0f)));
+  return sub(splat(1.0f), div(splat(2.0f), add(e, splat(1.0f))));
+}
+
+static inline F16 silu(F16 x) { return div(x, add(splat(1.0f), exp(sub(zero(), x)))); }
+
+static inline F16 gelu_tanh(F16 x) {
+  const F16 cubic = fma(mul(mul(x, x), x), splat(0.044715f), x);
+  const F16 half = mul(x, splat(0.5f));
+  return fma(half, tanh(mul(cubic, splat(0.7978845608f))), half);
+}
+
+static inline F16 gate(F16 x, int32_t activation) { return activation == kSiluMul ? silu(x) : gelu_tanh(x); }
+
+// The first n of 16 values, the rest 0: ends of rows that are no multiple of 16.
+template <class T>
+static inline F16 load_first(const T* p, int64_t n) {
+  if (n >= 16) return load(p);
+  T part[16] = {};
+  for (int64_t i = 0; i < n; ++i) part[i] = p[i];
+  return load(part);
+}
+
+template <class T>
+static inline void store_first(T* p, F16 v, int64_t n) {
+  if (n >= 16) return store(p, v);
+  T part[16];
+  store(part, v);
+  for (int64_t i = 0; i < n; ++i) p[i] = part[i];
+}
+
+}  // namespace FS_ISA
+}  // namespace fastserve

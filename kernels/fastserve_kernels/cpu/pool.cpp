@@ -1,0 +1,189 @@
+#include "pool.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace fastserve {
+namespace {
+
+constexpr uint64_t kPauseTicks = 20'000;     // about 8 us of the time stamp counter: the gap between two kernels
+constexpr uint64_t kYieldTicks = 400'000;    // about 150 us: the gap between two layers, ceded to whoever needs the core
+constexpr unsigned kDenormalsAreZero = 0x8040;
+constexpr uint32_t kOpen = 1u << 31;
+
+void futex_wait(std::atomic<uint32_t>* word, uint32_t value) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// One thread's share of the pieces. Its owner takes from it first, idle threads help afterwards.
+struct alignas(64) Share {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+};
+
+struct Scratch {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
+}  // namespace
+
+class Pool {
+ public:
+  explicit Pool(int num_threads)
+      : num_threads_(num_threads < 1 ? 1 : num_threads),
+        shares_(static_cast<size_t>(num_threads_)),
+        scratch_(static_cast<size_t>(num_threads_ + kSharedSlots)) {
+    try {
+      for (int thread = 1; thread < num_threads_; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+    } catch (const std::system_error&) {
+      // A limit on threads is no reason to fail: the others take this one's share.
+    }
+  }
+
+  ~Pool() {
+    stopping_.store(true);
+    announce();
+    for (auto& worker : workers_) worker.join();
+    for (auto& scratch : scratch_) std::free(scratch.data);
+  }
+
+  int num_threads() const { return num_threads_; }
+
+  void run(int64_t count, int64_t grain, Body body, void* context) {
+    const int64_t pieces = (count + grain - 1) / grain;
+    for (int t = 0; t < num_threads_; ++t) {
+      const int64_t end = pieces * (t + 1) / num_threads_ * grain;
+      shares_[t].next.store(pieces * t / num_threads_ * grain, std::memory_order_relaxed);
+      shares_[t].end = end < count ? end : count;
+    }
+    body_ = body;
+    context_ = context;
+    grain_ = grain;
+    state_.store(kOpen, std::memory_order_release);
+    announce();
+    work(0);
+    state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    for (int spins = 0; state_.load(std::memory_order_acquire) != 0; ++spins) {
+      // A worker is inside its last piece. If it was preempted, it may need this very core to finish.
+      if (spins < 200) _mm_pause(); else sched_yield();
+    }
+  }
+
+  void* scratch(int owner, size_t bytes) {
+    Scratch& slot = scratch_[static_cast<size_t>(owner)];
+    if (slot.bytes < bytes) {
+      std::free(slot.data);
+      slot.bytes = (bytes + bytes / 2 + 4095) / 4096 * 4096;
+      slot.data = std::aligned_alloc(4096, slot.bytes);
+      if (slot.data == nullptr) std::abort();  // some MB; the weights and the KV cache were allocated long before
+    }
+    return slot.data;
+  }
+
+  std::mutex mutex;
+
+ private:
+  // Opens the eyes of the workers. The order (generation, then sleepers) mirrors the worker's (sleepers, then
+  // generation), so that one of the two always sees the other.
+  void announce() {
+    generation_.fetch_add(1);
+    if (sleepers_.load() > 0) futex_wake_all(&generation_);
+  }
+
+  void work(int thread) {
+    for (int i = 0; i < num_threads_; ++i) {
+      const int owner = thread + i < num_threads_ ? thread + i : thread + i - num_threads_;
+      Share& share = shares_[owner];
+      while (share.next.load(std::memory_order_relaxed) < share.end) {
+        const int64_t begin = share.next.fetch_add(grain_, std::memory_order_relaxed);
+        if (begin >= share.end) break;
+        body_(context_, begin, begin + grain_ < share.end ? begin + grain_ : share.end, thread);
+      }
+    }
+  }
+
+  // The low bits of state_ count the workers inside the job; only an open job lets one in, so that the caller may
+  // reuse the job's fields as soon as the job is closed and the count is 0.
+  bool enter() {
+    uint32_t state = state_.load(std::memory_order_acquire);
+    while (state & kOpen) {
+      if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) return true;
+    }
+    return false;
+  }
+
+  void serve(int thread) {
+    _mm_setcsr(_mm_getcsr() | kDenormalsAreZero);
+    for (uint32_t seen = 0;;) {
+      seen = wait_past(seen);
+      if (stopping_.load()) return;
+      if (!enter()) continue;
+      work(thread);
+      state_.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  }
+
+  uint32_t wait_past(uint32_t seen) {
+    const uint64_t start = __rdtsc();
+    for (uint64_t waited = 0; waited < kYieldTicks; waited = __rdtsc() - start) {
+      const uint32_t now = generation_.load(std::memory_order_acquire);
+      if (now != seen) return now;
+      if (waited < kPauseTicks) _mm_pause(); else sched_yield();
+    }
+    sleepers_.fetch_add(1);
+    uint32_t now;
+    while ((now = generation_.load()) == seen) futex_wait(&generation_, seen);
+    sleepers_.fetch_sub(1);
+    return now;
+  }
+
+  const int num_threads_;
+  std::vector<Share> shares_;
+  std::vector<Scratch> scratch_;
+  Body body_ = nullptr;
+  void* context_ = nullptr;
+  int64_t grain_ = 1;
+  alignas(64) std::atomic<uint32_t> state_{0};
+  alignas(64) std::atomic<uint32_t> generation_{0};
+  std::atomic<uint32_t> sleepers_{0};
+  std::atomic<bool> stopping_{false};
+  std::vector<std::thread> workers_;
+};
+
+Pool* pool_create(int num_threads) { return new Pool(num_threads); }
+void pool_destroy(Pool* pool) { delete pool; }
+int pool_num_threads(const Pool* pool) { return pool->num_threads(); }
+void pool_run(Pool* pool, int64_t count, int64_t grain, Body body, void* context) {
+  pool->run(count, grain, body, context);
+}
+void* pool_scratch(Pool* pool, int owner, size_t bytes) { return pool->scratch(owner, bytes); }
+
+Region::Region(Pool* pool) : pool_(pool) {
+  pool_->mutex.lock();
+  saved_mxcsr_ = _mm_getcsr();
+  _mm_setcsr(saved_mxcsr_ | kDenormalsAreZero);
+}
+
+Region::~Region() {
+  _mm_setcsr(saved_mxcsr_);
+  pool_->mutex.unlock();
+}
+
+}  // namespace fastserve

@@ -1,0 +1,16 @@
+// The table of one instruction set. Included last by each isa_*.cpp, which names FS_ISA and FS_ISA_NAME.
+#pragma once
+
+namespace fastserve {
+
+const Ops* FS_TABLE() {
+  static constexpr Ops kOps = {
+      .isa = FS_ISA_NAME,
+      .dot_order = FS_ISA::kDotOrder,
+      .linear_args_size = sizeof(LinearArgs),
+      .linear = FS_ISA::linear,
+  };
+  return &kOps;
+}
+
+}  // namespace fastserve
