@@ -14,6 +14,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 KERNELS = Path("kernels") / "fastserve_kernels"
+LIBRARY = "libfastserve_kernels.so"
 
 EXTRAS = {
     "serve": [
@@ -57,9 +58,9 @@ def build_kernels(target: Path) -> None:
     script = HERE / "kernels" / "build.py"
     if not script.is_file():
         return
-    done = subprocess.run([sys.executable, str(script), "--output", str(target)], check=False)
+    done = subprocess.run([sys.executable, str(script), "--out", str(target / LIBRARY)], check=False)
     if done.returncode != 0:
-        print("fastserve-hpc: C++ kernels not built (see above); the slower torch kernels will be used")
+        print("kernels: not built (see above), the server will use torch alone")
 
 
 setup(
