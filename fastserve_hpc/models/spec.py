@@ -54,8 +54,8 @@ class ModelSpec:
         """Raise `ModelError` with the sizes that work, unless `tp_size` ranks can share the attention heads."""
         if tp_size not in (sizes := self.tp_sizes()):
             raise ModelError(
-                f"--tp {tp_size} does not divide {self.name}'s {self.num_heads} heads and {self.num_kv_heads} KV heads: "
-                f"use one of {', '.join(map(str, sizes))}"
+                f"--tp {tp_size} cannot share out the {self.num_heads} heads and {self.num_kv_heads} KV heads of "
+                f"{self.name}: use one of {', '.join(map(str, sizes))}"
             )
 
     def tp_sizes(self) -> list[int]:

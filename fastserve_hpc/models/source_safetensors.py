@@ -1,0 +1,91 @@
+"""`WeightSource` of a directory with model.safetensors, whole or in shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fastserve_hpc.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+class SafetensorsSource:
+    """Which file has which tensor comes from the index; files that it does not name are of no account.
+
+    A shard is opened (mapped, not read) when its first tensor is asked for.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._files: dict[str, Any] = {}
+        if (directory / INDEX).is_file():
+            self._shards: Mapping[str, str] = _index(directory / INDEX)
+        elif (directory / SINGLE).is_file():
+            self._shards = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        else:
+            raise ModelError(f"{directory} has neither {SINGLE} nor {INDEX}: {_other_weights(directory)}")
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._shards.keys()
+
+    def place(self, name: str) -> str:
+        default = INDEX if (self._directory / INDEX).is_file() else SINGLE
+        return f"{self._directory / self._shards.get(name, default)}: tensor {name}"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, rows: range, columns: range) -> Tensor:
+        stored = self._slice(name)
+        if (dtype := stored.get_dtype()) not in _DTYPES:
+            raise ModelError(f"{self.place(name)} is stored as {dtype}; only {', '.join(_DTYPES)} are supported")
+        whole = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
+        part: Tensor = stored[whole[: len(stored.get_shape())]]
+        return part
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._file(self._shards[name]).get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self.place(name)} is not in that file ({error}): copy the model again") from error
+
+    def _file(self, shard: str) -> Any:
+        """Threads that open a shard at the same time both do; the mapping is shared by the system."""
+        if shard not in self._files:
+            self._files[shard] = _open(self._directory / shard)
+        return self._files[shard]
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        raise ModelError(f"{path} is missing, but {INDEX} names it: copy the model again")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is cut short or broken ({error}): copy it again") from error
+
+
+def _index(path: Path) -> Mapping[str, str]:
+    """Tensor -> file in the same directory."""
+    try:
+        shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} has no weight_map ({error!r}): copy it again") from error
+    if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
+        raise ModelError(f"{path}: weight_map does not name files of this directory")
+    return shards
+
+
+def _other_weights(directory: Path) -> str:
+    if any(directory.glob("*.bin")):
+        return "its weights are .bin files, which are not read; save it again as safetensors"
+    return "copy the model again"
