@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -50,7 +51,7 @@ def watch_cuda(device_index: int) -> MemoryWatch:
 
 
 class NvmlMemory:
-    """Free memory of the GPU, or MIG slice, with this UUID (with or without its "GPU-" prefix).
+    """Free memory of the GPU, or MIG slice, with this UUID (as CUDA gives it, or with NVML's prefix).
 
     Raises `ConfigError` where NVML is missing or does not know the device.
     """
@@ -61,21 +62,21 @@ class NvmlMemory:
         self._nvml: ModuleType = pynvml
         try:
             pynvml.nvmlInit()
-            self._handle = self._find(uuid)
+            self._handle = self._find(uuid.removeprefix("GPU-").removeprefix("MIG-"))
         except pynvml.NVMLError as error:
             raise ConfigError(
-                f"GPU {uuid}: NVML says {error}; check that `nvidia-smi -L` lists it on this node"
+                f"GPU {uuid}: NVML says {error}; `nvidia-smi -L` must list it here, in a container too "
+                "(apptainer --nv, NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
             ) from error
 
     def __call__(self) -> int:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
 
     def _find(self, uuid: str) -> object:
-        bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
-        try:
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}")
-        except self._nvml.NVMLError_NotFound:
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}")
+        for prefix in ("GPU-", "MIG-"):
+            with contextlib.suppress(self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
+                return self._nvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
+        raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_FOUND)
 
 
 class HostMemory:
