@@ -46,20 +46,12 @@ class KvManager:
         """The request's slots, in the order of positions."""
         return tuple(self._tables.get(request_id, ()))
 
-    def holds(self, request_id: int, num_tokens: int) -> bool:
-        """Whether the request's blocks hold so many positions."""
-        return self.missing(request_id, num_tokens) <= 0
-
-    def missing(self, request_id: int, num_tokens: int) -> int:
-        """How many more blocks the request needs for so many positions; not above 0 if none."""
-        return -(-num_tokens // self.block_size) - self.num_blocks(request_id)
-
     def try_extend(self, request_id: int, num_tokens: int) -> tuple[int, ...] | None:
         """Make the request's blocks hold `num_tokens` positions.
 
         Returns the slots that this took, mostly none; None if they do not fit, then nothing has changed.
         """
-        missing = self.missing(request_id, num_tokens)
+        missing = self.blocks_for(num_tokens) - self.num_blocks(request_id)
         if missing <= 0:
             return ()
         slots = self._pool.take(missing)

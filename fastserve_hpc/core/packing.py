@@ -42,6 +42,9 @@ class Packing:
     sequences: list[Sequence] = field(default_factory=list)
     """Whose slices they are, aligned with `slices`."""
     new_requests: list[NewRequest] = field(default_factory=list)
+    num_samples: int = 0
+    """Slices that sample."""
+    num_prompt_tokens: int = 0
     num_preempted: int = 0
     is_short_of_blocks: bool = False
     _behind: list[Sequence] = field(default_factory=list)
@@ -64,8 +67,9 @@ class Packing:
 
     def _place(self, sequence: Sequence) -> bool:
         """Give the sequence its slice of this plan; False if its blocks do not fit."""
-        start = sequence.num_planned
-        end = min(sequence.num_tokens, start + self.budget)
+        start, end = sequence.num_planned, sequence.num_tokens
+        if end - start > self.budget:
+            end = start + self.budget
         slots = self._extend(sequence, end) if start else self._admit(sequence)
         if slots is None:
             self.is_short_of_blocks = True
@@ -78,28 +82,35 @@ class Packing:
 
     def _append(self, sequence: Sequence, end: int, slots: tuple[int, ...]) -> None:
         request_id, start, samples = sequence.request_id, sequence.num_planned, end == sequence.num_tokens
-        num_kept = self.kv.num_blocks(request_id) - len(slots)
-        if not sequence.num_held:
-            self._introduce(sequence)
-        unsent = sequence.unsent(end)
-        self.slices.append(SequenceSlice(request_id, start, end - start, num_kept, slots, unsent, samples))
+        unsent: tuple[int, ...] = ()
+        if start < sequence.num_prompt:
+            self._append_prompt(sequence, end)
+        if end > sequence.num_held:
+            unsent = (sequence.outputs[-1],)
+            sequence.num_held = end
+        self.slices.append(SequenceSlice(request_id, start, end - start, sequence.num_blocks, slots, unsent, samples))
         self.sequences.append(sequence)
-        sequence.num_held += len(unsent)
+        self.num_samples += samples
         sequence.num_planned = end
+        sequence.num_blocks += len(slots)
         sequence.awaits_sample = samples
         sequence.last_plan_id = self.plan_id
 
-    def _introduce(self, sequence: Sequence) -> None:
-        request = sequence.request
-        self.new_requests.append(NewRequest(request.request_id, request.prompt, request.sampling, request.choice))
-        sequence.num_held = sequence.num_prompt
+    def _append_prompt(self, sequence: Sequence, end: int) -> None:
+        self.num_prompt_tokens += min(end, sequence.num_prompt) - sequence.num_planned
+        if not sequence.num_held:
+            request = sequence.request
+            self.new_requests.append(NewRequest(request.request_id, request.prompt, request.sampling, request.choice))
+            sequence.num_held = sequence.num_prompt
 
     def _extend(self, sequence: Sequence, end: int) -> tuple[int, ...] | None:
         """New slots for a running sequence to reach `end`."""
+        if end <= sequence.num_blocks * self.kv.block_size:
+            return ()
         if self.is_short_of_blocks:
-            return () if self.kv.holds(sequence.request_id, end) else None
+            return None
         slots = self.kv.try_extend(sequence.request_id, end)
-        if slots is None and self._make_room(sequence, self.kv.missing(sequence.request_id, end)):
+        if slots is None and self._make_room(sequence, self.kv.blocks_for(end) - sequence.num_blocks):
             slots = self.kv.try_extend(sequence.request_id, end)
         return slots
 
@@ -123,7 +134,7 @@ class Packing:
         behind = self._behind = self._running_behind(sequence)
         needed += (len(self.running) - len(behind)) * reserve
         coming = self.kv.num_free + self.kv.num_retiring
-        if coming + sum(self.kv.num_blocks(other.request_id) for other in behind) < needed:
+        if coming + sum(other.num_blocks for other in behind) < needed:
             return False
         while self.kv.num_free + self.kv.num_retiring < needed:
             self._preempt(behind.pop())
@@ -137,6 +148,6 @@ class Packing:
     def _preempt(self, sequence: Sequence) -> None:
         del self.running[sequence.request_id]
         self.kv.free(sequence.request_id, sequence.last_plan_id)
-        sequence.num_planned = 0
+        sequence.num_planned = sequence.num_blocks = 0
         sequence.num_preemptions += 1
         self.num_preempted += 1

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import repeat
 
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.packing import Packing
-from fastserve_hpc.core.plan import IterationPlan, IterationResult, SequenceSlice, TokenDelta, TokenLogprobs
+from fastserve_hpc.core.plan import IterationPlan, IterationResult, SequenceSlice, TokenDelta
 from fastserve_hpc.core.policy.base import Policy
 from fastserve_hpc.core.request import FinishReason, Request
 from fastserve_hpc.core.sequence import Sequence
@@ -36,6 +37,8 @@ class _Flight:
     plan_id: int
     slices: tuple[SequenceSlice, ...]
     sequences: tuple[Sequence, ...]
+    num_samples: int
+    num_prompt_tokens: int
 
 
 class Scheduler:
@@ -116,7 +119,8 @@ class Scheduler:
             return None
         plan = self._next_plan(packing)
         if plan.slices:
-            self._in_flight.append(_Flight(plan.plan_id, plan.slices, tuple(packing.sequences)))
+            flight = (plan.slices, tuple(packing.sequences), packing.num_samples, packing.num_prompt_tokens)
+            self._in_flight.append(_Flight(plan.plan_id, *flight))
         return plan
 
     def shutdown(self) -> IterationPlan:
@@ -132,22 +136,19 @@ class Scheduler:
         flight = self._land(result)
         if flight is None:
             return []
-        tokens = iter(result.token_ids)
-        logprobs = iter(result.logprobs or (None,) * len(result.token_ids))
-        prompt_logprobs, errors = dict(result.prompt_logprobs), dict(result.errors)
-        deltas = []
+        deltas = self._fail(result.errors)
+        samples = zip(result.token_ids, result.logprobs or repeat(None), strict=False)
+        prompt_logprobs = dict(result.prompt_logprobs)
         for piece, sequence in zip(flight.slices, flight.sequences, strict=True):
-            token_id, logprob = (next(tokens), next(logprobs)) if piece.samples else (None, None)
+            token_id, logprob = next(samples) if piece.samples else (None, None)
             if sequence.is_finished:
-                continue
-            if errors and piece.request_id in errors:
-                self._remove(sequence)
-                deltas.append(TokenDelta(piece.request_id, finish_reason="error", error=errors[piece.request_id]))
                 continue
             reason = self._advance(sequence, piece.num_tokens, token_id, now)
             scores = prompt_logprobs.get(piece.request_id, ()) if prompt_logprobs else ()
-            if token_id is not None or scores:
-                deltas.append(_delta(piece.request_id, token_id, reason, logprob, scores))
+            if token_id is not None:
+                deltas.append(TokenDelta(piece.request_id, (token_id,), reason, (logprob,) if logprob else (), scores))
+            elif scores:
+                deltas.append(TokenDelta(piece.request_id, prompt_logprobs=scores))
         return deltas
 
     def _pack(self, now: float) -> Packing:
@@ -195,18 +196,20 @@ class Scheduler:
             return None
         if result.plan_id != oldest.plan_id:
             raise ValueError(f"result of plan {result.plan_id}, but plan {oldest.plan_id} comes first")
-        _check_counts(result, sum(piece.samples for piece in oldest.slices))
+        _check_counts(result, oldest.num_samples)
         self._in_flight.popleft()
         self._last_done = oldest.plan_id
         self.kv.plan_done(oldest.plan_id)
-        self._count(oldest)
+        self.counters.iterations += 1
+        self.counters.prompt_tokens += oldest.num_prompt_tokens
         return oldest
 
-    def _count(self, flight: _Flight) -> None:
-        self.counters.iterations += 1
-        for piece, sequence in zip(flight.slices, flight.sequences, strict=True):
-            if piece.start < sequence.num_prompt:
-                self.counters.prompt_tokens += min(piece.end, sequence.num_prompt) - piece.start
+    def _fail(self, errors: tuple[tuple[int, str], ...]) -> list[TokenDelta]:
+        """End the requests that cannot go on."""
+        live = [(self._live[request_id], error) for request_id, error in errors if request_id in self._live]
+        for sequence, _ in live:
+            self._remove(sequence)
+        return [TokenDelta(sequence.request_id, finish_reason="error", error=error) for sequence, error in live]
 
     def _advance(self, sequence: Sequence, num_tokens: int, token_id: int | None, now: float) -> FinishReason | None:
         """Note what a slice has done; why the sequence ended, if it has."""
@@ -225,7 +228,7 @@ class Scheduler:
         self.counters.output_tokens += 1
         sequence.awaits_sample = False
         num_outputs = len(sequence.outputs)
-        if token_id in sequence.stop_token_ids and num_outputs > sequence.request.sampling.min_tokens:
+        if token_id in sequence.stop_token_ids and num_outputs > sequence.min_tokens:
             return "stop"
         return "length" if num_outputs >= sequence.max_tokens else None
 
@@ -256,7 +259,8 @@ class Scheduler:
             sequence.check()
             assert not sequence.is_finished
             assert (sequence.request_id in self._running) == (sequence.num_planned > 0)
-            assert self.kv.holds(sequence.request_id, sequence.num_planned)
+            assert sequence.num_blocks == self.kv.num_blocks(sequence.request_id)
+            assert sequence.num_blocks >= self.kv.blocks_for(sequence.num_planned)
         self._check_flights()
         ranked = list(self.policy.ranked(now))
         assert sorted(sequence.request_id for sequence in ranked) == sorted(self._live)
@@ -276,14 +280,3 @@ def _check_counts(result: IterationResult, num_samples: int) -> None:
     for name, count in (("tokens", len(result.token_ids)), ("logprobs", len(result.logprobs) or num_samples)):
         if count != num_samples:
             raise ValueError(f"plan {result.plan_id} has {num_samples} slices that sample, its result {count} {name}")
-
-
-def _delta(
-    request_id: int,
-    token_id: int | None,
-    reason: FinishReason | None,
-    logprob: TokenLogprobs | None,
-    scores: tuple[TokenLogprobs | None, ...],
-) -> TokenDelta:
-    token_ids = () if token_id is None else (token_id,)
-    return TokenDelta(request_id, token_ids, reason, () if logprob is None else (logprob,), scores)

@@ -22,7 +22,10 @@ class Sequence:
     outputs: list[int] = field(default_factory=list)
     num_planned: int = 0
     num_held: int = 0
-    """Tokens in the workers' record, or on the way there; 0: the workers do not know the request."""
+    """Tokens in the workers' record, or on the way there: all, but for the last one sampled. 0: the workers do not
+    know the request."""
+    num_blocks: int = 0
+    """Blocks in the workers' table, or on the way there; as many as the KV manager's."""
     awaits_sample: bool = False
     """A slice that samples is in flight: what to compute next is not known yet."""
     last_plan_id: int = 0
@@ -32,35 +35,31 @@ class Sequence:
     request_id: int = field(init=False)
     num_prompt: int = field(init=False)
     num_tokens: int = field(init=False)
+    min_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
+    """The most tokens it may generate; the front end has put a number there."""
     stop_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        if sampling.max_tokens is None:
+            raise ValueError(f"request {self.request.request_id}: max_tokens is not resolved")
         self.request_id = self.request.request_id
         self.num_prompt = self.num_tokens = len(self.request.prompt)
-        self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens it may generate; the front end has put a number there."""
-        limit = self.request.sampling.max_tokens
-        if limit is None:
-            raise ValueError(f"request {self.request_id}: max_tokens is not resolved")
-        return limit
+        self.min_tokens = sampling.min_tokens
+        self.max_tokens = sampling.max_tokens
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
 
     @property
     def max_computed(self) -> int:
         """Positions whose KV it may need: the last token is never computed."""
         return self.num_prompt + self.max_tokens - 1
 
-    def unsent(self, end: int) -> tuple[int, ...]:
-        """The tokens at positions below `end` that the workers do not hold."""
-        first = self.num_held - self.num_prompt
-        return tuple(self.outputs[first : end - self.num_prompt]) if end > self.num_held else ()
-
     def check(self) -> None:
         """Assert the invariants."""
         assert self.num_tokens == self.num_prompt + len(self.outputs)
         assert 0 <= self.num_planned <= self.num_tokens
-        assert self.num_held == 0 or self.num_prompt <= self.num_held <= self.num_tokens
+        assert self.num_held == 0 or self.num_prompt <= self.num_held
+        assert self.num_held == 0 or self.num_tokens - 1 <= self.num_held <= self.num_tokens
         assert self.num_planned == 0 or self.num_held >= self.num_planned
         assert len(self.outputs) < self.max_tokens or self.is_finished

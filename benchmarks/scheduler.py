@@ -1,0 +1,93 @@
+"""What scheduling costs: microseconds for one `schedule` + `update`, batch of 256, by the length of the queue.
+
+python benchmarks/scheduler.py [--batch 256] [--queued 100 20000] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+from fastserve_hpc.core.kv_manager import KvManager
+from fastserve_hpc.core.plan import IterationResult
+from fastserve_hpc.core.policy.fcfs import Fcfs
+from fastserve_hpc.core.request import Request, SamplingParams
+from fastserve_hpc.core.scheduler import Scheduler
+
+PROMPT_TOKENS = 64
+MAX_TOKENS = 4096
+BLOCK_SIZE = 16
+
+
+def scheduler_with(batch: int, queued: int, num_stages: int, blocks_are_short: bool) -> Scheduler:
+    """A scheduler whose batch is full and decodes, with so many requests that wait for a place or for blocks."""
+    blocks = batch * (PROMPT_TOKENS + MAX_TOKENS) // BLOCK_SIZE
+    max_batch = 2 * batch if blocks_are_short else batch
+    if blocks_are_short:
+        blocks = batch * (PROMPT_TOKENS // BLOCK_SIZE + 1) + MAX_TOKENS // BLOCK_SIZE
+    scheduler = Scheduler(
+        Fcfs(),
+        KvManager(blocks, BLOCK_SIZE),
+        max_batch=max_batch,
+        max_batch_tokens=batch * PROMPT_TOKENS,
+        num_stages=num_stages,
+    )
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, seed=0, stop_token_ids=(2,))
+    for i in range(batch + queued):
+        scheduler.add(Request(i, (1,) * PROMPT_TOKENS, sampling), 0.0)
+    return scheduler
+
+
+def iterations(scheduler: Scheduler, count: int) -> list[float]:
+    """Seconds that each of the iterations takes to schedule and to update."""
+    times = []
+    for i in range(count):
+        begin = time.perf_counter()
+        plan = scheduler.schedule(float(i))
+        assert plan is not None
+        scheduled = time.perf_counter()
+        result = IterationResult(plan.plan_id, (7,) * sum(piece.samples for piece in plan.slices))
+        received = time.perf_counter()
+        scheduler.update(result, float(i))
+        times.append(scheduled - begin + time.perf_counter() - received)
+    return times
+
+
+def measure(batch: int, queued: int, blocks_are_short: bool = False) -> dict[str, float]:
+    scheduler = scheduler_with(batch, queued, 1, blocks_are_short)
+    iterations(scheduler, 5)
+    times = iterations(scheduler, 300)
+    return {
+        "batch": batch,
+        "queued": queued,
+        "running": scheduler.num_running,
+        "median_us": statistics.median(times) * 1e6,
+        "mean_us": statistics.fmean(times) * 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--queued", type=int, nargs="+", default=[100, 20000])
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    points = [
+        {"blocks": blocks, **measure(args.batch, queued, blocks == "short")}
+        for blocks in ("ample", "short")
+        for queued in args.queued
+    ]
+    if args.json:
+        print(json.dumps({"points": points}))
+        return
+    for point in points:
+        print(
+            f"batch {point['batch']}, {point['queued']:>6} queued, blocks {point['blocks']}: "
+            f"median {point['median_us']:.0f} us, mean {point['mean_us']:.0f} us, {point['running']} running"
+        )
+
+
+if __name__ == "__main__":
+    main()
