@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
@@ -43,6 +43,13 @@ def version() -> str:
     return match[1]
 
 
+class PlatformDistribution(Distribution):
+    """A wheel is for the platform on which its kernels were compiled."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 class BuildPyAndKernels(build_py):
     """Copies the Python files, then compiles the kernels beside them (in the source tree when editable)."""
 
@@ -72,7 +79,8 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["fastserve_hpc", "fastserve_hpc.*"]), *find_packages("kernels")],
     package_dir={"fastserve_kernels": str(KERNELS)},
-    package_data={"fastserve_hpc": ["py.typed", "data/*.jsonl"], "fastserve_kernels": ["py.typed"]},
+    package_data={"fastserve_hpc": ["py.typed"], "fastserve_kernels": ["py.typed", "cpu/*"]},
+    distclass=PlatformDistribution,
     cmdclass={"build_py": BuildPyAndKernels},
     install_requires=["click>=8.1", "rich>=13.0", "pyzmq>=25.0", "msgspec>=0.18"],
     extras_require=EXTRAS,
