@@ -17,10 +17,16 @@ VERSION = 1
 MAGIC = b"FSHPC" + bytes([VERSION])
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A longer frame drops the connection (ZMQ_MAXMSGSIZE)."""
+NO_ID = -1
+"""In `Failed`: about bytes from which no id could be read."""
 
 
 class ProtocolError(FastServeError):
-    """Bytes that are no message of this version."""
+    """Bytes that are no message of this version; `id` is the message's where that much could be read."""
+
+    def __init__(self, message: str, id: int = NO_ID):
+        super().__init__(message)
+        self.id = id
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -64,7 +70,7 @@ class Drain(msgspec.Struct, frozen=True, tag_field="type", tag="drain"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
-    """Renews the client's lease; answered by `Welcome`. Also the handshake."""
+    """The handshake; answered by `Welcome`."""
 
     id: int
 
@@ -96,7 +102,7 @@ class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed"):
     id: int
     code: str
     """Stable for programs: invalid_request, context_length_exceeded, model_not_found, busy, draining,
-    internal, protocol."""
+    ended, internal, protocol."""
     message: str
 
 
@@ -119,14 +125,28 @@ class Welcome(msgspec.Struct, frozen=True, tag_field="type", tag="welcome"):
     model: str
     max_model_len: int
     lease_s: float
+    """After so long without a sign of life (ZMTP heartbeats give one) the client's requests are cancelled."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag_field="type", tag="alive"):
+    """Sent to a client with open requests when there was nothing else to send for a while.
+
+    It tells the client that the server lives, and the server, if it cannot be sent, that the client is gone.
+    """
 
 
 ToServer = Submit | Cancel | StatusQuery | Drain | Ping
-ToClient = Delta | Failed | StatusReply | Draining | Welcome
+ToClient = Delta | Failed | StatusReply | Draining | Welcome | Alive
+
+
+class _Identified(msgspec.Struct):
+    id: int
+
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server = msgspec.msgpack.Decoder(ToServer)
 _to_client = msgspec.msgpack.Decoder(ToClient)
+_identified = msgspec.msgpack.Decoder(_Identified)
 
 
 def encode(message: ToServer | ToClient) -> list[bytes]:
@@ -136,10 +156,11 @@ def encode(message: ToServer | ToClient) -> list[bytes]:
 
 def decode_to_server(frames: list[bytes]) -> ToServer:
     """A client's message. Raises `ProtocolError`."""
+    payload = _payload(frames)
     try:
-        return _to_server.decode(_payload(frames))
+        return _to_server.decode(payload)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a message: {error}") from None
+        raise ProtocolError(f"not a message: {error}", _id_in(payload)) from None
 
 
 def decode_to_client(frames: list[bytes]) -> ToClient:
@@ -148,6 +169,13 @@ def decode_to_client(frames: list[bytes]) -> ToClient:
         return _to_client.decode(_payload(frames))
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"not a message: {error}") from None
+
+
+def _id_in(payload: bytes) -> int:
+    try:
+        return _identified.decode(payload).id
+    except msgspec.MsgspecError:
+        return NO_ID
 
 
 def _payload(frames: list[bytes]) -> bytes:

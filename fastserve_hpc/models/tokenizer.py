@@ -24,10 +24,15 @@ if TYPE_CHECKING:
 class Tokenizer(Protocol):
     """What the front door asks of a tokenizer."""
 
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    longest_piece: int
-    """Characters of a text that one token stands for at most."""
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def longest_piece(self) -> int:
+        """Characters of a text that one token stands for at most."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with what the model wants in front of every text."""
@@ -105,7 +110,7 @@ class ByteTokenizer:
     """For the fake model: ids 0..255 are bytes, 256 ends a text."""
 
     EOS = 256
-    vocab_size = 257
+    vocab_size = EOS + 1
     eos_token_ids = (EOS,)
     longest_piece = 1
 

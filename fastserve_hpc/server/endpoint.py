@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
@@ -29,13 +30,17 @@ class EndpointFile:
         self._write()
 
     def update(self, *, state: EngineState | None = None, max_model_len: int | None = None) -> None:
-        """Publish what has changed."""
+        """Publish what has changed, if the disk allows."""
         old = self.endpoint
         self.endpoint = msgspec.structs.replace(
             old, state=state or old.state, max_model_len=max_model_len or old.max_model_len
         )
-        if self.endpoint != old:
+        if self.endpoint == old:
+            return
+        try:
             self._write()
+        except OSError as error:  # the file is a hint; a full disk must not end the server
+            print(f"endpoint file {self._path} could not be updated: {error.strerror}", file=sys.stderr)
 
     def remove(self) -> None:
         """Take the file back, unless another server has taken the name over."""

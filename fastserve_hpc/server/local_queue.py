@@ -8,8 +8,10 @@ once waits in a buffer whose size is bounded.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
+import time
 
 from fastserve_hpc.errors import FastServeError
 from fastserve_hpc.server import queues
@@ -64,13 +66,28 @@ class FrameStream:
         except OSError as error:
             raise QueueClosed from error
 
-    def read(self) -> list[bytes]:
-        """The whole frames that have arrived. Raises `QueueClosed` at the end, after the last frame."""
+    def read(self, limit: int | None = None) -> list[bytes]:
+        """The whole frames that have arrived, at most `limit`. Raises `QueueClosed` after the last one."""
         ended = self._fill()
-        frames = self._split()
+        frames = self._split(limit)
         if ended and not frames:
             raise QueueClosed
         return frames
+
+    def wait(self, timeout_s: float) -> None:
+        """Until there is something to read or, with a backlog, the kernel takes more of it."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        poller.poll(timeout_s * 1000)
+
+    def read_one(self, timeout_s: float) -> bytes:
+        """The next frame alone; those after it stay. Raises `QueueClosed` or `TimeoutError`."""
+        deadline = time.monotonic() + timeout_s
+        while not (frames := self.read(limit=1)):
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            self.wait(left)
+        return frames[0]
 
     def close(self) -> None:
         self._sock.close()
@@ -91,9 +108,10 @@ class FrameStream:
             return True
         return False
 
-    def _split(self) -> list[bytes]:
-        frames, start = [], 0
-        while len(self._incoming) - start >= _HEADER_BYTES:
+    def _split(self, limit: int | None) -> list[bytes]:
+        frames: list[bytes] = []
+        start = 0
+        while len(self._incoming) - start >= _HEADER_BYTES and len(frames) != limit:
             body = start + _HEADER_BYTES
             end = body + int.from_bytes(self._incoming[start:body], "little")
             if end > len(self._incoming):
@@ -107,8 +125,8 @@ class FrameStream:
 class CoordinatorQueue:
     """The coordinator's end: takes commands, sends output. Owned by one thread."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._stream = FrameStream(sock)
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream = stream
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -119,10 +137,13 @@ class CoordinatorQueue:
         Raises `IngressError` if the ingress died.
         """
         try:
-            if timeout_s > 0:
-                self._wait(timeout_s)
             self._stream.flush()
-            return [queues.decode_commands(frame) for frame in self._stream.read()]
+            frames = self._stream.read()
+            if not frames and timeout_s > 0:
+                self._stream.wait(timeout_s)
+                self._stream.flush()
+                frames = self._stream.read()
+            return [queues.decode_commands(frame) for frame in frames]
         except QueueClosed:
             raise _dead_ingress() from None
 
@@ -137,29 +158,19 @@ class CoordinatorQueue:
 
     def close(self, linger_s: float = 1.0) -> None:
         """Give the ingress `linger_s` to read the last output, then close."""
-        try:
-            while self._stream.backlog_bytes and self._writable(linger_s):
+        deadline = time.monotonic() + linger_s
+        with contextlib.suppress(QueueClosed):
+            while self._stream.backlog_bytes and (left := deadline - time.monotonic()) > 0:
+                self._stream.wait(left)
                 self._stream.flush()
-        except QueueClosed:
-            pass
         self._stream.close()
-
-    def _wait(self, timeout_s: float) -> None:
-        poller = select.poll()
-        poller.register(self._stream, select.POLLIN | (select.POLLOUT if self._stream.backlog_bytes else 0))
-        poller.poll(timeout_s * 1000)
-
-    def _writable(self, timeout_s: float) -> bool:
-        poller = select.poll()
-        poller.register(self._stream, select.POLLOUT)
-        return bool(poller.poll(timeout_s * 1000))
 
 
 class IngressQueue:
     """The ingress's end; its poller waits on `fileno`. Methods raise `QueueClosed` when the coordinator is gone."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._stream = FrameStream(sock)
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream = stream
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -184,10 +195,10 @@ class IngressQueue:
         self._stream.close()
 
 
-def queue_pair() -> tuple[CoordinatorQueue, socket.socket]:
-    """The coordinator's end, and the socket that the ingress process inherits for `IngressQueue`."""
+def queue_pair() -> tuple[CoordinatorQueue, IngressQueue]:
+    """Both ends in one process, for tests; `ingress_process` gives one to the process it starts."""
     ours, theirs = socket.socketpair()
-    return CoordinatorQueue(ours), theirs
+    return CoordinatorQueue(FrameStream(ours)), IngressQueue(FrameStream(theirs))
 
 
 def _dead_ingress() -> IngressError:

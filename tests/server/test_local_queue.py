@@ -16,8 +16,7 @@ from fastserve_hpc.server.queues import EngineCommands, EngineOutput
 
 @pytest.fixture
 def ends() -> tuple[CoordinatorQueue, IngressQueue]:
-    coordinator, sock = queue_pair()
-    return coordinator, IngressQueue(sock)
+    return queue_pair()
 
 
 def test_round_trip_keeps_order_and_types(ends: tuple[CoordinatorQueue, IngressQueue]) -> None:
