@@ -10,15 +10,15 @@ import torch
 
 from fastserve_hpc import ops
 from fastserve_hpc.config import DType
-from fastserve_hpc.models.decoder import DecoderLayer, Model, layer_prefix
+from fastserve_hpc.models.decoder import DecoderLayer, Head, Model, layer_prefix
 from fastserve_hpc.models.gguf import read_header
-from fastserve_hpc.models.layers import RMSNorm, Shard, VocabEmbedding, VocabHead
+from fastserve_hpc.models.layers import Shard, VocabEmbedding, VocabHead, read_norm, read_vocabulary
 from fastserve_hpc.models.locate import ModelFiles
 from fastserve_hpc.models.rope import RopeTable
 from fastserve_hpc.models.source_gguf import GGUFSource
 from fastserve_hpc.models.source_safetensors import SafetensorsSource
 from fastserve_hpc.models.spec import ModelSpec
-from fastserve_hpc.models.weights import Part, WeightReader, WeightSource
+from fastserve_hpc.models.weights import WeightReader, WeightSource
 from fastserve_hpc.parallel.comm import TensorComm
 from fastserve_hpc.parallel.topology import Topology
 
@@ -48,10 +48,10 @@ def load_model(
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         ends = pool.submit(_load_ends, reader, shard, spec, topology)
         layers = list(pool.map(partial(DecoderLayer, reader, shard, spec), indices))
-        embedding, norm, head = ends.result()
+        embedding, head = ends.result()
     reader.refuse_unread(layer_prefix(index) for index in indices)
     rope = RopeTable(spec.rope, spec.head_dim, spec.max_position, reader.rope_factors(spec.head_dim), device)
-    return Model(spec, shard, comm, rope, layers, embedding, norm, head)
+    return Model(spec, dtype, shard, rope, layers, embedding, head)
 
 
 def open_source(files: ModelFiles, spec: ModelSpec) -> WeightSource:
@@ -80,19 +80,18 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 
 def _load_ends(
     reader: WeightReader, shard: Shard, spec: ModelSpec, topology: Topology
-) -> tuple[VocabEmbedding | None, RMSNorm | None, VocabHead | None]:
+) -> tuple[VocabEmbedding | None, Head | None]:
     """What the first stage has before the layers and the last one behind them. Tied ends share their weight."""
-    size = (spec.vocab_size, spec.hidden_size)
-    embedding = VocabEmbedding(reader, shard, EMBEDDING, *size) if topology.is_first_stage else None
+    shape = (spec.vocab_size, spec.hidden_size)
+    embedding = VocabEmbedding(reader, shard, EMBEDDING, shape) if topology.is_first_stage else None
     if not topology.is_last_stage:
-        return embedding, None, None
-    norm = RMSNorm(reader, shard, NORM, spec.hidden_size, spec.norm_eps)
+        return embedding, None
     if spec.tie_embeddings and embedding is not None:
-        return embedding, norm, VocabHead(shard, embedding.weight, spec.vocab_size)
-    name = EMBEDDING if spec.tie_embeddings else HEAD
-    part, length = shard.padded_part(spec.vocab_size)
-    weight = reader.read(Part.of(f"{name}.weight", size, part), num_rows=length)
-    return embedding, norm, VocabHead(shard, weight, spec.vocab_size)
+        weight = embedding.weight
+    else:
+        weight = read_vocabulary(reader, shard, EMBEDDING if spec.tie_embeddings else HEAD, shape)
+    norm = read_norm(reader, NORM, spec.hidden_size, spec.norm_eps)
+    return embedding, Head(norm, VocabHead(shard, weight, spec.vocab_size))
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

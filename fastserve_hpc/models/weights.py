@@ -60,8 +60,8 @@ class WeightReader:
         self._source = source
         self._used: set[str] = set()
 
-    def read(self, *parts: Part, num_rows: int | None = None) -> Tensor:
-        """The parts below each other; `num_rows` makes the result taller by rows of zeros.
+    def read(self, *parts: Part, num_rows: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The parts below each other, in `dtype` or else the model's; `num_rows` adds rows of zeros up to that number.
 
         Raises `ModelError` naming file and key where one is missing or has another shape.
         """
@@ -69,7 +69,8 @@ class WeightReader:
             self._check(part)
         filled = sum(len(part.rows) for part in parts)
         width = [len(parts[0].columns)] if len(parts[0].shape) == 2 else []
-        out = torch.empty([filled if num_rows is None else num_rows, *width], dtype=self.dtype, device=self.device)
+        size = [filled if num_rows is None else num_rows, *width]
+        out = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
         out[filled:].zero_()
         row = 0
         for part in parts:

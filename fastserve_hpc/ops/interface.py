@@ -1,14 +1,27 @@
 """The operations that models are made of: what every implementation offers, and what they read of a batch.
 
-An implementation is a module with these functions; `ops.for_device` picks one, once per model.
+An implementation is a module or object with these functions; `ops.for_device` picks one, once per model.
 The torch one, `ops.reference`, says exactly what each computes and is the oracle of the others.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
+
+Activation = Literal["none", "silu_mul"]
+"""What a linear does to its outputs. silu_mul: silu of the first half of them times the second half."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm with a weight [H] in float32."""
+
+    weight: Tensor
+    eps: float
 
 
 class AttentionBatch(Protocol):
@@ -38,35 +51,40 @@ class AttentionBatch(Protocol):
 
 
 class Ops(Protocol):
-    """One function per operation. Inputs are not changed unless said; results have the dtype of `x`.
+    """One function per operation. Inputs are not changed unless said; results have the dtype of `x` unless said.
 
     A KV layer is the view [num_blocks, 2, kv_heads, block_size, head_dim] of a block-major cache. What
     lies inside a page belongs to the implementation; every number in it must be finite, written or not.
     """
 
-    def pack_linear(self, weight: Tensor) -> Any:
-        """The form of a weight [out, in] that `linear` wants; may be the tensor itself."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> Any:
+        """The form of a weight [out, in] and bias [out] that `linear` wants; may hold the tensors themselves."""
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] times the transposed weight, plus the bias [out]: [T, out]."""
+    def linear(
+        self,
+        x: Tensor,
+        weight: Any,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """residual + activation(norm(x) W^T + bias): x [T, in] -> [T, out], or half of it where the activation gates.
+
+        `residual` has the result's shape. Activation and bias are those of `pack_linear`.
+        """
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows `ids` [T] of weight [vocab, hidden]: [T, hidden]."""
+        """Rows `ids` [T] of weight [vocab, hidden]: [T, hidden], in the dtype of `weight`."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., H] over its root mean square, times weight [H]; computed in float32."""
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(sum, normed): sum = residual + x, rounded to its dtype, and `rms_norm` of that."""
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """x [..., H] over its root mean square, times the weight; computed in float32."""
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, heads, head_dim] rotated by the angles of cos, sin [T, head_dim / 2] (float32).
 
         Dimension i is paired with i + head_dim / 2, as Hugging Face checkpoints have it.
         """
-
-    def silu_mul(self, x: Tensor) -> Tensor:
-        """silu(left half) * right half of x [T, 2 * I]: [T, I]."""
 
     def plan_attention(self, batch: AttentionBatch, kv_layer: Tensor) -> Any:
         """All of an iteration's attention that is the same for every layer; once per forward."""
@@ -77,5 +95,5 @@ class Ops(Protocol):
     def paged_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, scale: float) -> Tensor:
         """Causal attention of q [T, heads, head_dim] over each slice's blocks, its own tokens included.
 
-        Heads are divided evenly over the KV heads, in order.
+        Heads are divided evenly over the KV heads, in order. The result [T, heads, head_dim] is contiguous.
         """

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastserve_hpc.ops.interface import Activation, Norm
 from fastserve_hpc.ops.reference_attention import AttentionPlan, paged_attention, plan_attention, store_kv
 
 __all__ = [
     "AttentionPlan",
-    "add_rms_norm",
+    "PackedLinear",
     "embedding",
     "linear",
     "pack_linear",
@@ -23,27 +26,45 @@ __all__ = [
 ]
 
 
-def pack_linear(weight: Tensor) -> Tensor:
-    return weight
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear as torch wants it: as it comes."""
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: Activation
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
+def pack_linear(weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> PackedLinear:
+    return PackedLinear(weight, bias, activation)
+
+
+def linear(
+    x: Tensor,
+    weight: PackedLinear,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if norm is not None:
+        x = rms_norm(x, norm)
+    out = F.linear(x, weight.weight, weight.bias)
+    if weight.activation == "silu_mul":
+        out = silu_mul(out)
+    if residual is not None:
+        out = residual + out
+    return out if out_dtype is None else out.to(out_dtype)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = residual + x
-    return total, rms_norm(total, weight, eps)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return (wide * scale * norm.weight).to(x.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
