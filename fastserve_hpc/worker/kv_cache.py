@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from fastserve_hpc.parallel.topology import Topology
 
 _MEMORY_FRACTION = 0.5
 """Of the free memory, what both tiers take together where nobody said how much."""
+_ALIGNMENT = 2**21
+"""A huge page; no vector of a block crosses a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +163,7 @@ def _zeros(shape: KVShape, num_blocks: int, device: torch.device, pinned: bool =
     if device.type != "cpu" or pinned:
         return torch.zeros(sizes, dtype=shape.dtype, device=device, pin_memory=pinned)
     # numpy's zeros are untouched pages of the kernel's, so a large cache costs nothing before it is used.
-    return torch.from_numpy(np.zeros((*sizes[:-1], sizes[-1] * shape.dtype.itemsize), np.uint8)).view(shape.dtype)
+    num_bytes = math.prod(sizes) * shape.dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[start : start + num_bytes]).view(shape.dtype).view(sizes)

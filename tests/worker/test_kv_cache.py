@@ -1,0 +1,136 @@
+"""The two tiers: layout, sizes, and copies against a plain reference."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastserve_hpc.core.plan import BlockCopy
+from fastserve_hpc.errors import ConfigError
+from fastserve_hpc.models.spec import ModelSpec, RopeSpec
+from fastserve_hpc.parallel.topology import Topology
+from fastserve_hpc.worker.kv_cache import KVCache, KVShape, KVSize, choose_size
+
+CPU = torch.device("cpu")
+SHAPE = KVShape(num_layers=3, num_kv_heads=2, block_size=4, head_dim=5, dtype=torch.bfloat16)
+SPEC = ModelSpec(
+    name="tiny",
+    architecture="llama",
+    num_layers=7,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    vocab_size=100,
+    max_position=128,
+    norm_eps=1e-5,
+    rope=RopeSpec(theta=10000.0),
+    tie_embeddings=True,
+)
+
+
+def test_block_is_one_contiguous_piece_and_a_layer_is_a_view() -> None:
+    kv = KVCache(SHAPE, KVSize(6, 2), CPU)
+    assert kv.device_tier.shape == (6, 3, 2, 2, 4, 5)
+    assert kv.host_tier.shape == (2, 3, 2, 2, 4, 5)
+    assert kv.device_tier.dtype == torch.bfloat16
+    assert kv.device_tier[4].is_contiguous()
+    layer = kv.layer(1)
+    assert layer.shape == (6, 2, 2, 4, 5)
+    layer[4, 1, 0, 3, 2] = 7
+    assert kv.device_tier[4, 1, 1, 0, 3, 2] == 7
+    assert kv.device_tier.count_nonzero() == 1
+    assert kv.device_tier[0].numel() * 2 == SHAPE.block_bytes
+
+
+def test_unused_cache_takes_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    shape = KVShape(num_layers=8, num_kv_heads=8, block_size=16, head_dim=64, dtype=torch.float32)
+    kv = KVCache(shape, KVSize(4096, 4096), CPU)
+    assert kv.device_tier.nbytes == 2**31
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+
+
+def test_blocks_are_aligned_for_vector_loads() -> None:
+    kv = KVCache(SHAPE, KVSize(3, 3), CPU)
+    assert kv.device_tier.data_ptr() % 64 == 0
+    assert kv.host_tier.data_ptr() % 64 == 0
+
+
+def test_zero_blocks_on_the_host_are_allowed() -> None:
+    assert KVCache(SHAPE, KVSize(2, 0), CPU).host_tier.shape[0] == 0
+
+
+def test_share_of_a_rank() -> None:
+    def shape(rank: int, tp: int, pp: int) -> KVShape:
+        return KVShape.of(SPEC, Topology(rank, tp, pp), 16, torch.float32)
+
+    assert shape(0, 1, 1) == KVShape(7, 2, 16, 8, torch.float32)
+    assert shape(1, 2, 1).num_kv_heads == 1
+    assert shape(3, 4, 1).num_kv_heads == 1
+    assert sum(shape(rank, 1, 2).num_layers for rank in range(2)) == 7
+
+
+def test_budgets_in_bytes_give_whole_blocks() -> None:
+    per_block = SHAPE.block_bytes
+    size = choose_size(SHAPE, 10 * per_block + 1, 4 * per_block - 1, free_bytes=0, max_batch=1, max_model_len=40)
+    assert size == KVSize(10, 3)
+
+
+def test_default_is_what_the_batch_can_use_where_memory_is_ample() -> None:
+    size = choose_size(SHAPE, None, None, free_bytes=2**40, max_batch=8, max_model_len=41)
+    assert size == KVSize(8 * 11, 8 * 11)
+
+
+def test_default_leaves_half_of_the_free_memory() -> None:
+    free = 100 * SHAPE.block_bytes
+    size = choose_size(SHAPE, None, None, free_bytes=free, max_batch=8, max_model_len=40)
+    assert size == KVSize(25, 25)
+    assert choose_size(SHAPE, None, 0, free_bytes=free, max_batch=8, max_model_len=40) == KVSize(50, 0)
+
+
+@pytest.mark.parametrize(("device_kv", "place"), [(None, "MiB free"), (9 * SHAPE.block_bytes, "--device-kv")])
+def test_cache_too_small_for_one_request_is_refused_with_a_cure(device_kv: int | None, place: str) -> None:
+    with pytest.raises(ConfigError, match=f"{place}.*needs 10.*--max-model-len to 36"):
+        choose_size(SHAPE, device_kv, None, free_bytes=36 * SHAPE.block_bytes, max_batch=8, max_model_len=40)
+
+
+def filled(num_device: int, num_host: int) -> KVCache:
+    kv = KVCache(KVShape(1, 1, 1, 1, torch.float32), KVSize(num_device, num_host), CPU)
+    kv.device_tier.view(-1, 2)[:] = torch.arange(num_device)[:, None] + 100
+    kv.host_tier.view(-1, 2)[:] = torch.arange(num_host)[:, None] + 200
+    return kv
+
+
+copies = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), st.booleans()), max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(copies, st.integers(0, 12))
+def test_copies_are_done_in_order_whatever_runs_they_make(moves: list[tuple[int, int, bool]], split: int) -> None:
+    kv = filled(8, 8)
+    device, host = [100.0 + i for i in range(8)], [200.0 + i for i in range(8)]
+    numbered = [BlockCopy(i, d, h, up) for i, (d, h, up) in enumerate(moves, start=1)]
+    for d, h, up in moves:
+        if up:
+            device[d] = host[h]
+        else:
+            host[h] = device[d]
+    kv.copy(numbered[:split])
+    kv.copy(numbered[split:])
+    assert kv.copies_done() == len(moves)
+    assert kv.device_tier.view(-1, 2)[:, 0].tolist() == device
+    assert kv.host_tier.view(-1, 2)[:, 1].tolist() == host
+
+
+@pytest.mark.parametrize("copy_id", [1, 3])
+def test_copy_that_is_missing_or_comes_twice_is_refused(copy_id: int) -> None:
+    kv = filled(4, 4)
+    kv.copy([BlockCopy(1, 0, 0, False)])
+    with pytest.raises(ValueError, match=f"copy {copy_id} follows 1"):
+        kv.copy([BlockCopy(copy_id, 1, 1, False)])
