@@ -37,7 +37,41 @@ class LinearArgs(ctypes.Structure):
     ]
 
 
-OPERATIONS: tuple[tuple[str, type[ctypes.Structure]], ...] = (("linear", LinearArgs),)
+class KvView(ctypes.Structure):
+    _fields_ = [
+        ("data", POINTER),
+        *(
+            (name, INT64)
+            for name in ("block_stride", "v_offset", "head_stride", "block_size", "num_kv_heads", "head_dim")
+        ),
+    ]
+
+
+class AttentionArgs(ctypes.Structure):
+    _fields_ = [
+        ("kv", KvView),
+        *((name, POINTER) for name in ("q", "out", "block_tables", "query_start", "seq_lens")),
+        *((name, INT64) for name in ("ld_q", "ld_out", "ld_tables", "num_sequences", "num_heads")),
+        ("scale", FLOAT),
+        ("softcap", FLOAT),
+        ("window", INT64),
+    ]
+
+
+class RopeStoreArgs(ctypes.Structure):
+    _fields_ = [
+        ("kv", KvView),
+        *((name, POINTER) for name in ("q", "k", "v", "cos", "sin", "q_norm", "k_norm", "positions", "slots")),
+        *((name, INT64) for name in ("ld_q", "ld_k", "ld_v", "num_tokens", "num_heads")),
+        ("norm_eps", FLOAT),
+    ]
+
+
+OPERATIONS: tuple[tuple[str, type[ctypes.Structure]], ...] = (
+    ("linear", LinearArgs),
+    ("attention", AttentionArgs),
+    ("rope_store", RopeStoreArgs),
+)
 """In the order of the C table: name and arguments of each operation."""
 
 

@@ -41,3 +41,40 @@ def activate(y: Tensor, activation: Activation, up: Tensor | None = None) -> Ten
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """float32 [rows, n]."""
     return torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+def pack_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain blocks [..., block_size, head_dim] -> the layout of the kernels' pages (cpu/abi.h), same shape."""
+    *outer, block_size, head_dim = k.shape
+    packed_k = k.reshape(*outer, block_size // 16, 16, head_dim // 2, 2).transpose(-2, -3)
+    packed_v = v.reshape(*outer, block_size // 2, 2, head_dim).transpose(-1, -2)
+    return packed_k.reshape(k.shape), packed_v.reshape(v.shape)
+
+
+def unpack_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of pack_kv."""
+    *outer, block_size, head_dim = k.shape
+    plain_k = k.reshape(*outer, block_size // 16, head_dim // 2, 16, 2).transpose(-2, -3)
+    plain_v = v.reshape(*outer, block_size // 2, head_dim, 2).transpose(-1, -2)
+    return plain_k.reshape(k.shape), plain_v.reshape(v.shape)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [tokens, heads, head_dim], cos and sin [tokens, head_dim / 2]; float32 out."""
+    a, b = x.float().chunk(2, dim=-1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat([a * c - b * s, b * c + a * s], dim=-1)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int = 0, softcap: float = 0.0
+) -> Tensor:
+    """q [queries, heads, head_dim] at positions from `start` on, k and v [keys, kv_heads, head_dim]; float32 out."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (part.float().repeat_interleave(group, dim=1) for part in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    query, key = torch.arange(start, start + len(q))[:, None], torch.arange(len(k))[None]
+    hidden = (key > query) | ((key <= query - window) if window > 0 else False)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)

@@ -39,11 +39,55 @@ struct LinearArgs {
   int32_t out_is_float;
 };
 
+// The KV cache of one layer, seen as pages of 16 tokens: a block of `block_size` tokens and one head holds
+// block_size / 16 of them, K as [head_dim / 2][16 tokens][2], V as [8 token pairs][head_dim][2]. One K row is what a
+// dot instruction takes for 16 scores, one V row for 16 sums; 16 K rows or 8 V rows are an AMX tile.
+constexpr int kPageTokens = 16;
+
+struct KvView {
+  bf16* data;
+  int64_t block_stride, v_offset, head_stride;  // in elements; a block is contiguous per head
+  int64_t block_size, num_kv_heads, head_dim;   // head_dim: a multiple of 16
+};
+
+struct AttentionArgs {
+  KvView kv;
+  const bf16* q;  // [num_tokens, num_heads, head_dim], rows ld_q apart
+  bf16* out;      // likewise, ld_out
+  const int32_t* block_tables;  // [num_sequences, ld_tables]
+  const int32_t* query_start;   // [num_sequences + 1]
+  const int32_t* seq_lens;      // [num_sequences], these tokens included
+  int64_t ld_q, ld_out, ld_tables, num_sequences, num_heads;
+  float scale;
+  float softcap;   // 0: none; else scores become softcap * tanh(score / softcap)
+  int64_t window;  // 0: none; else a token sees itself and the window - 1 before it
+};
+
+// Rotates q and k by their positions and stores k and v, at slot = block * block_size + offset.
+struct RopeStoreArgs {
+  KvView kv;
+  bf16* q;           // [num_tokens, num_heads, head_dim], rotated in place
+  const bf16* k;     // [num_tokens, num_kv_heads, head_dim]
+  const bf16* v;
+  const float* cos;  // [positions, head_dim / 2]; null: no rotation
+  const float* sin;
+  const float* q_norm;  // [head_dim] or null: q and k are RMS-normalised per head first
+  const float* k_norm;
+  const int64_t* positions;  // [num_tokens]
+  const int64_t* slots;      // [num_tokens]
+  int64_t ld_q, ld_k, ld_v, num_tokens, num_heads;
+  float norm_eps;
+};
+
 struct Ops {
   const char* isa;
   const char* dot_order;  // instruction sets with the same order give the same bits
   int64_t linear_args_size;
+  int64_t attention_args_size;
+  int64_t rope_store_args_size;
   void (*linear)(Pool*, const LinearArgs*);
+  void (*attention)(Pool*, const AttentionArgs*);
+  void (*rope_store)(Pool*, const RopeStoreArgs*);
 };
 
 // Null where this processor, or this kernel's permission to use AMX, does not allow it.

@@ -6,4 +6,7 @@
 #include "math.h"
 #include "block_dot_amx.h"
 #include "linear.h"
+#include "rope_store.h"
+#include "attention_dot_amx.h"
+#include "attention.h"
 #include "table.h"

@@ -5,4 +5,7 @@
 #include "math.h"
 #include "block_dot.h"
 #include "linear.h"
+#include "rope_store.h"
+#include "attention_dot.h"
+#include "attention.h"
 #include "table.h"

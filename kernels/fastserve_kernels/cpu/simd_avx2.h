@@ -39,6 +39,18 @@ static inline F16 keep_if_ge(F16 value, F16 x, F16 bound) {
   return {_mm256_and_ps(value.lo, _mm256_cmp_ps(x.lo, bound.lo, _CMP_GE_OQ)),
           _mm256_and_ps(value.hi, _mm256_cmp_ps(x.hi, bound.hi, _CMP_GE_OQ))};
 }
+static inline F16 iota() {
+  return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+static inline __m256 minus_infinity_unless(__m256 value, __m256 key, __m256 first, __m256 last) {
+  const __m256 inside = _mm256_and_ps(_mm256_cmp_ps(key, first, _CMP_GE_OQ), _mm256_cmp_ps(key, last, _CMP_LE_OQ));
+  return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), value, inside);
+}
+// value where first <= key <= last, else minus infinity
+static inline F16 minus_infinity_unless(F16 value, F16 key, F16 first, F16 last) {
+  return {minus_infinity_unless(value.lo, key.lo, first.lo, last.lo),
+          minus_infinity_unless(value.hi, key.hi, first.hi, last.hi)};
+}
 static inline __m256 scale_by_power(__m256 value, __m256 n) {
   const __m256i shift = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(value), shift));

@@ -28,6 +28,12 @@ static inline F16 round(F16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NE
 static inline F16 keep_if_ge(F16 value, F16 x, F16 bound) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), value);
 }
+static inline F16 iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+// value where first <= key <= last, else minus infinity
+static inline F16 minus_infinity_unless(F16 value, F16 key, F16 first, F16 last) {
+  const __mmask16 inside = _mm512_cmp_ps_mask(key, first, _CMP_GE_OQ) & _mm512_cmp_ps_mask(key, last, _CMP_LE_OQ);
+  return _mm512_mask_blend_ps(inside, _mm512_set1_ps(-__builtin_inff()), value);
+}
 // value * 2^n for integral n that keeps the result normal
 static inline F16 scale_by_power(F16 value, F16 n) {
   const __m512i shift = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);

@@ -8,7 +8,11 @@ const Ops* FS_TABLE() {
       .isa = FS_ISA_NAME,
       .dot_order = FS_ISA::kDotOrder,
       .linear_args_size = sizeof(LinearArgs),
+      .attention_args_size = sizeof(AttentionArgs),
+      .rope_store_args_size = sizeof(RopeStoreArgs),
       .linear = FS_ISA::linear,
+      .attention = FS_ISA::attention,
+      .rope_store = FS_ISA::rope_store,
   };
   return &kOps;
 }
