@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from fastserve_hpc.parallel.comm import Hook, do_nothing
 from fastserve_hpc.parallel.idle import Waiter
+from fastserve_hpc.parallel.mpi_api import MPI
 from fastserve_hpc.parallel.mpi_group import MpiGroup
 from fastserve_hpc.parallel.mpi_links import RecvLink, SendLink
 from fastserve_hpc.parallel.topology import Topology

@@ -5,13 +5,12 @@ In a broadcast tree a rank that is busy with its stage would hold up the ranks b
 
 from __future__ import annotations
 
-from mpi4py import MPI
-
 from fastserve_hpc.core.plan import IterationPlan, RankReport
 from fastserve_hpc.errors import RankError
 from fastserve_hpc.parallel.comm import Hook, do_nothing
 from fastserve_hpc.parallel.control import PlanCodec
 from fastserve_hpc.parallel.idle import Waiter
+from fastserve_hpc.parallel.mpi_api import MPI
 
 _COORDINATOR = 0
 _PLAN_TAG = 1

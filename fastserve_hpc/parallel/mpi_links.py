@@ -7,11 +7,11 @@ so that one tensor can travel while another is computed on.
 from __future__ import annotations
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from fastserve_hpc.errors import RankError
 from fastserve_hpc.parallel.idle import Waiter
+from fastserve_hpc.parallel.mpi_api import MPI
 from fastserve_hpc.parallel.mpi_group import as_bytes
 
 _NUM_BUFFERS = 2

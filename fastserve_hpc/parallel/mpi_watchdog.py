@@ -13,7 +13,7 @@ from fastserve_hpc.parallel.watchdog import OnAbort, Watchdog, ignore
 from fastserve_hpc.parallel.watchdog_join import Listener, Rendezvous
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from fastserve_hpc.parallel.mpi_api import MPI
 
 
 def start_watchdog(

@@ -22,7 +22,7 @@ from fastserve_hpc.parallel.mpi_init import exchange
 from fastserve_hpc.parallel.topology import Topology
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from fastserve_hpc.parallel.mpi_api import MPI
 
 _MAX_SENDS = 2
 _STORE_TIMEOUT = timedelta(seconds=120)
