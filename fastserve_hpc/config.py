@@ -66,7 +66,7 @@ class EngineConfig:
         """Raise `ConfigError` with the right `-n` where the launcher started another number of ranks."""
         if world_size != self.world_size:
             raise ConfigError(
-                f"{world_size} ranks were started, but --tp {self.tp} x --pp {self.pp} = {self.world_size}: "
+                f"{world_size} rank{'s were' if world_size > 1 else ' was'} started, but --tp {self.tp} x --pp {self.pp} = {self.world_size}: "
                 f"start with -n {self.world_size}"
             )
 

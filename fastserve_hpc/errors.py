@@ -46,6 +46,12 @@ class RankError(FastServeError):
     """A rank died, hangs or raised."""
 
 
+class StoppedError(FastServeError):
+    """The run was told to end before its work was finished."""
+
+    exit_code = ExitCode.STOPPED_EARLY
+
+
 class RequestError(FastServeError):
     """A request was refused. `code` is stable for programs, the text is for people."""
 

@@ -87,12 +87,22 @@ class Coordinator:
         self._state: EngineState = "starting"
         self._drains: SimpleQueue[DrainMode] = SimpleQueue()
         self._deadline = float("inf")
+        self._num_cancelled = 0
         self._deltas: list[TokenDelta] = []
         self._reports: dict[int, RankReport] = {}
 
-    def run(self) -> None:
-        """Serve until a drain is over; then the workers have their last plan and the front end its last message."""
+    @property
+    def num_cancelled(self) -> int:
+        """Requests that a drain did not let finish."""
+        return self._num_cancelled
+
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until a drain is over; then the workers have their last plan and the front end its last message.
+
+        `on_ready` is called once the front end has been told that requests may come.
+        """
         self._enter("ready")
+        on_ready()
         has_worked = True
         while self._state == "ready" or not self._scheduler.is_idle:
             self._check_abort()
@@ -208,6 +218,7 @@ class Coordinator:
         for request_id in self._scheduler.request_ids():
             self._scheduler.abort(request_id, self._clock())
             self._deltas.append(TokenDelta(request_id, finish_reason="cancelled"))
+            self._num_cancelled += 1
 
     def _enter(self, state: EngineState) -> None:
         self._state = state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from fastserve_hpc.core.plan import (
@@ -111,7 +111,11 @@ class FakeWorker:
         if plan.slices and self._delay_s:
             self._sleep(self._delay_s)
         result = self._compute(plan)
-        return RankReport(self._rank, plan.plan_id, self._copies_done, 2**30, result if self._has_result else None)
+        return replace(self.report(), result=result if self._has_result else None)
+
+    def report(self) -> RankReport:
+        """Where this rank stands, without a result."""
+        return RankReport(self._rank, self._last_plan_id, self._copies_done, 2**30)
 
     def _take_diff(self, plan: IterationPlan) -> None:
         _require(not self._is_shut_down, f"plan {plan.plan_id} after the shutdown")

@@ -1,0 +1,132 @@
+"""This rank's place among the ranks, and its ways to them: MPI, watchdog, control and data plane."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from fastserve_hpc.config import EngineConfig, ServerConfig
+from fastserve_hpc.errors import FastServeError
+from fastserve_hpc.parallel.control import Control, LocalControl, WorkerControl
+from fastserve_hpc.parallel.mpi_init import UNKNOWN, world_size_from_env
+from fastserve_hpc.parallel.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+    from fastserve_hpc.parallel.comm import TensorComm
+    from fastserve_hpc.parallel.watchdog import Watchdog
+
+
+class World:
+    """The ranks as this one sees them. Without `mpi` it is alone."""
+
+    def __init__(self, topology: Topology, mpi: MPI.Intracomm | None = None, watchdog: Watchdog | None = None):
+        self.topology = topology
+        self._mpi = mpi
+        self._watchdog = watchdog
+
+    def check(self) -> None:
+        """Raise `RankError` once a rank is lost."""
+        if self._watchdog is not None:
+            self._watchdog.check()
+
+    def abort(self, cause: FastServeError) -> NoReturn:
+        """End all ranks at once because of `cause`, from any thread."""
+        if self._watchdog is not None:
+            self._watchdog.abort(cause)
+        self.say(str(cause))
+        os._exit(int(cause.exit_code))
+
+    def say(self, text: str) -> None:
+        """A line of news on standard error, from rank 0 only."""
+        if self.topology.is_coordinator:
+            print(f"fastserve-hpc: {text}", file=sys.stderr, flush=True)
+
+    def control(self) -> Control:
+        """The coordinator's side of the control plane; collective with `worker_control`."""
+        if self._mpi is None:
+            return LocalControl()
+        from fastserve_hpc.parallel.mpi_control import MpiControl
+
+        return MpiControl(self._mpi, self.check)
+
+    def worker_control(self) -> WorkerControl:
+        """The side of a rank other than 0."""
+        if self._mpi is None:
+            raise ValueError("a world of one rank has no other ranks")
+        from fastserve_hpc.parallel.mpi_control import MpiWorkerControl
+
+        return MpiWorkerControl(self._mpi, self.check)
+
+    def comm(self, max_link_bytes: int, device: torch.device) -> TensorComm:
+        """The data plane; collective."""
+        if self._mpi is None:
+            from fastserve_hpc.parallel.single import SingleComm
+
+            return SingleComm()
+        if device.type == "cuda":
+            from fastserve_hpc.parallel.torch_comm import TorchTensorComm
+
+            return TorchTensorComm(self._mpi, self.topology, device)
+        from fastserve_hpc.parallel.mpi_comm import MpiTensorComm
+
+        return MpiTensorComm(self._mpi, self.topology, max_link_bytes, self.check)
+
+    def place_on_node(self) -> tuple[int, int]:
+        """(this rank's number on its node, ranks on its node); collective."""
+        if self._mpi is None:
+            return 0, 1
+        from mpi4py import MPI
+
+        node = self._mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        place = int(node.rank), int(node.size)
+        node.Free()
+        return place
+
+    def minimum(self, *values: int) -> tuple[int, ...]:
+        """The least of each value over all ranks; collective."""
+        if self._mpi is None:
+            return values
+        from fastserve_hpc.parallel.mpi_init import exchange
+
+        rows = [line.split() for line in exchange(self._mpi, " ".join(map(str, values)).encode())]
+        return tuple(min(map(int, column)) for column in zip(*rows, strict=True))
+
+
+def check_launch(config: EngineConfig, environ: dict[str, str]) -> None:
+    """Raise `ConfigError` where the launcher is known to have started another number of ranks than asked for."""
+    announced = world_size_from_env(environ)
+    if announced != UNKNOWN:
+        config.check_world_size(announced)
+
+
+def is_first_rank(environ: dict[str, str]) -> bool:
+    """Whether this is rank 0 as far as the launcher tells: the one that speaks for all before MPI is up."""
+    ranks = [environ.get(name) for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")]
+    return next((rank for rank in ranks if rank is not None), "0") == "0"
+
+
+@contextmanager
+def join_world(config: EngineConfig, server: ServerConfig) -> Iterator[World]:
+    """Meet the other ranks; an exception inside ends them all."""
+    if world_size_from_env(os.environ) == 1:
+        yield World(Topology())
+        return
+    from fastserve_hpc.parallel.mpi_init import finalize_mpi, init_mpi
+    from fastserve_hpc.parallel.mpi_watchdog import start_watchdog
+
+    mpi = init_mpi()
+    config.check_world_size(mpi.size)
+    topology = Topology(mpi.rank, config.tp, config.pp)
+    watchdog = start_watchdog(mpi, topology, server.heartbeat_s)
+    try:
+        yield World(topology, mpi, watchdog)
+        finalize_mpi(mpi, watchdog.check)
+    except BaseException as cause:
+        watchdog.abort(cause)
+    watchdog.close()
