@@ -13,7 +13,7 @@ IDLE_REPORT_S = 1.0
 
 
 class Executor(Protocol):
-    """A `Worker`, or its stand-in."""
+    """A `Worker` or a `FakeWorker`."""
 
     def execute(self, plan: IterationPlan) -> RankReport: ...
 
@@ -21,17 +21,17 @@ class Executor(Protocol):
 
 
 class PlanChannel(Protocol):
-    """The worker's side of the control plane."""
+    """The worker's side of the control plane (`parallel.control.WorkerControl`)."""
 
     def next_plan(self) -> IterationPlan | None: ...
 
     def report(self, report: RankReport) -> None: ...
 
 
-class Pause(Protocol):
-    """Sleeps longer the longer there was nothing to do."""
+class Backoff(Protocol):
+    """Pauses that grow until there was work (`parallel.idle.Backoff`)."""
 
-    def sleep(self) -> None: ...
+    def pause(self) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -39,7 +39,7 @@ class Pause(Protocol):
 def run(
     worker: Executor,
     control: PlanChannel,
-    backoff: Pause,
+    backoff: Backoff,
     check: Callable[[], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
@@ -62,4 +62,4 @@ def run(
         if idle.copies_done > last.copies_done or clock() - reported_at >= IDLE_REPORT_S:
             control.report(idle)
             last, reported_at = idle, clock()
-        backoff.sleep()
+        backoff.pause()

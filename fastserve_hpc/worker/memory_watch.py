@@ -23,7 +23,7 @@ class MemoryReader(Protocol):
 class MemoryWatch:
     """Free memory of a rank's device, read at most once in `interval_s`, so that asking is cheap."""
 
-    def __init__(self, read: MemoryReader, interval_s: float = 0.5, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, read: MemoryReader, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic):
         self._read = read
         self._interval_s = interval_s
         self._clock = clock

@@ -14,11 +14,11 @@ from fastserve_hpc.worker.batch import Batch, BatchBuilder
 from fastserve_hpc.worker.kv_cache import KVCache
 from fastserve_hpc.worker.memory_watch import MemoryWatch
 from fastserve_hpc.worker.outputs import OutputReader
-from fastserve_hpc.worker.sequences import SequenceTable
+from fastserve_hpc.worker.sequences import PlanError, SequenceTable
 
 
 class StageModel(Protocol):
-    """The layers of one stage, or this rank's share of them."""
+    """One rank's part of a model (`models.decoder.Model`)."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -71,6 +71,8 @@ class Worker:
 
         Raises `PlanError` where the plan does not fit what this rank knows.
         """
+        if plan.plan_id != self._last_plan_id + 1:
+            raise PlanError(f"plan {plan.plan_id} follows plan {self._last_plan_id}: one is missing or came twice")
         self._table.forget(plan.finished)
         self._outputs.forget(plan.finished)
         for new in plan.new_requests:

@@ -41,7 +41,8 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         num_kept = int(np.argmax(cumulative >= params.top_p * cumulative[-1] * (1 - 1e-12))) + 1
         least = max(least, best[num_kept - 1])
     weights = np.where(weights >= least, weights, 0.0)
-    return weights / weights.sum()
+    probabilities: np.ndarray = weights / weights.sum()
+    return probabilities
 
 
 def drawn(probabilities: np.ndarray, number: float) -> set[int]:

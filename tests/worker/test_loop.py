@@ -18,7 +18,7 @@ class Scripted:
         self._copies_done = copies_done or {}
         self.calls: list[str] = []
         self.reports: list[RankReport] = []
-        self.num_sleeps = 0
+        self.num_pauses = 0
         self._plan_id = 0
 
     def next_plan(self) -> IterationPlan | None:
@@ -30,16 +30,16 @@ class Scripted:
         return self._state()
 
     def clock(self) -> float:
-        return self.num_sleeps * 0.25
+        return self.num_pauses * 0.25
 
-    def sleep(self) -> None:
-        self.num_sleeps += 1
+    def pause(self) -> None:
+        self.num_pauses += 1
 
     def reset(self) -> None:
         self.calls.append("reset")
 
     def _state(self) -> RankReport:
-        done = max((n for at, n in self._copies_done.items() if at <= self.num_sleeps), default=0)
+        done = max((n for at, n in self._copies_done.items() if at <= self.num_pauses), default=0)
         return RankReport(3, self._plan_id, done, free_bytes=1)
 
 
@@ -74,13 +74,13 @@ def test_plans_are_executed_and_reported_until_shutdown() -> None:
     run(script)
     assert script.calls == ["execute 1", "reset", "execute 2", "reset", "execute 3"]
     assert [report.plan_id for report in script.reports] == [1, 2, 3]
-    assert script.num_sleeps == 1
+    assert script.num_pauses == 1
 
 
 def test_idle_rank_reports_its_memory_seldom() -> None:
     script = Scripted([None] * 40 + [IterationPlan(1, shutdown=True)])
     run(script)
-    assert script.num_sleeps == 40  # 10 s of the scripted clock
+    assert script.num_pauses == 40  # 10 s of the scripted clock
     assert 9 <= len(script.reports) - 1 <= 10
 
 
@@ -99,9 +99,9 @@ def test_abort_ends_the_loop_even_when_idle() -> None:
     script = Scripted([None] * 5)
 
     def check() -> None:
-        if script.num_sleeps == 3:
+        if script.num_pauses == 3:
             raise Aborted
 
     with pytest.raises(Aborted):
         run(script, check)
-    assert script.num_sleeps == 3
+    assert script.num_pauses == 3

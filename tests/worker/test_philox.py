@@ -26,10 +26,9 @@ ALL_ONES = 0xFFFFFFFF
 def test_gives_the_published_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], words: tuple[int, ...]
 ) -> None:
-    def arrays(values: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-        return tuple(np.array([value], np.uint64) for value in values)
-
-    assert tuple(int(word[0]) for word in philox(arrays(counter), arrays(key))) == words
+    c0, c1, c2, c3 = (np.array([word], np.uint64) for word in counter)
+    k0, k1 = (np.array([word], np.uint64) for word in key)
+    assert tuple(int(word[0]) for word in philox((c0, c1, c2, c3), (k0, k1))) == words
 
 
 def test_number_depends_on_its_own_seed_choice_and_position_only() -> None:

@@ -269,3 +269,11 @@ def test_whole_context_can_be_filled() -> None:
     prompt = [1] * (MAX_MODEL_LEN - 1)
     one = coordinator()
     assert len(one.generate(1, prompt, GREEDY, 1)) == 1
+
+
+@pytest.mark.parametrize("plan_id", [0, 1, 3])
+def test_plan_that_is_missing_or_comes_twice_is_refused(plan_id: int) -> None:
+    worker = make_worker()
+    worker.execute(IterationPlan(1))
+    with pytest.raises(PlanError, match=f"plan {plan_id} follows plan 1"):
+        worker.execute(IterationPlan(plan_id))
