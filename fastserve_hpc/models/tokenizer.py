@@ -107,10 +107,10 @@ def _pieces(library: tokenizers.Tokenizer) -> Pieces:
 
 
 class ByteTokenizer:
-    """For the fake model: ids 0..255 are bytes, 256 ends a text."""
+    """For the fake model: ids 0..255 are bytes; 256 ends a text, it and those after it have none."""
 
     EOS = 256
-    vocab_size = EOS + 1
+    vocab_size = 259
     eos_token_ids = (EOS,)
     longest_piece = 1
 
