@@ -178,7 +178,7 @@ class AsyncStream:
     def __init__(self, client: AsyncClient, prompt: Prompt, options: dict[str, Any]) -> None:
         self._client = client
         self._submit = make_submit(prompt, **options)
-        self._state = StreamState(self._submit.sampling.n)
+        self._state = StreamState(self._submit)
         self._call: Call | None = None
 
     @property

@@ -12,7 +12,7 @@ from fastserve_hpc.client.connection import Connection, connect
 from fastserve_hpc.client.results import Event
 from fastserve_hpc.endpoint import Endpoint, find
 from fastserve_hpc.errors import EndpointError
-from fastserve_hpc.protocol import Cancel, Delta, ToClient
+from fastserve_hpc.protocol import Cancel, Delta, Submit, ToClient
 
 Answer = TypeVar("Answer", bound=ToClient)
 
@@ -106,9 +106,10 @@ def answer_as(answer: ToClient, kind: type[Answer]) -> Answer:
 class StreamState:
     """Counts the choices of one request that are not finished."""
 
-    def __init__(self, num_choices: int) -> None:
-        self.num_choices = num_choices
-        self.num_open = num_choices
+    def __init__(self, submit: Submit) -> None:
+        n = submit.sampling.n
+        self.num_choices = n if isinstance(n, int) and n > 0 else 1  # the server refuses anything else
+        self.num_open = self.num_choices
 
     def take(self, answer: ToClient) -> Event:
         """Raises `EndpointError`."""

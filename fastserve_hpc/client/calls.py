@@ -162,9 +162,12 @@ def _chat_message(position: int, message: Any) -> ChatMessage:
 
 def _token_id(position: int, token_id: Any) -> int:
     try:
-        return operator.index(token_id)
+        number = operator.index(token_id)
     except TypeError:
         raise RequestError(f"prompt[{position}] is {token_id!r}: token ids are integers") from None
+    if not -(2**63) <= number < 2**63:
+        raise RequestError(f"prompt[{position}] is {number}: token ids are integers of at most 63 bits")
+    return number
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:

@@ -107,7 +107,7 @@ class Client(ClientBase):
 
     def _submit(self, prompt: Prompt, **options: Any) -> Stream:
         submit = make_submit(prompt, **options)
-        return Stream(self, self._open(submit), submit.sampling.n)
+        return Stream(self, self._open(submit), StreamState(submit))
 
     def _ask(self, question: ToServer) -> ToClient:
         call = self._open(question)
@@ -179,10 +179,10 @@ class Client(ClientBase):
 class Stream:
     """Iterates over the events of one request."""
 
-    def __init__(self, client: Client, call: Call, num_choices: int) -> None:
+    def __init__(self, client: Client, call: Call, state: StreamState) -> None:
         self._client = client
         self._call = call
-        self._state = StreamState(num_choices)
+        self._state = state
 
     @property
     def num_choices(self) -> int:
