@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from fastserve_hpc.batch.reader import BatchItem, LineError
 from fastserve_hpc.batch.summary import Counts
 from fastserve_hpc.batch.writer import ResultWriter
+from fastserve_hpc.client.results import Collector, Generation
 from fastserve_hpc.core.request import SamplingParams
 from fastserve_hpc.errors import BusyError, EndpointError, RequestError
-from fastserve_hpc.openai.responses import Answers
 
 BUSY_WAIT_S = (0.05, 2.0)
 """First and longest pause before a request that a busy server refused is sent again."""
@@ -66,17 +66,17 @@ class BatchRunner:
     async def _run_item(self, item: BatchItem) -> None:
         start = time.monotonic()
         try:
-            answers, ttft_s = await self._answers(item)
+            generation, ttft_s = await self._generation(item)
         except RequestError as error:
             if error.code == "draining":
                 raise EndpointError("the server is ending and takes no more requests") from error
             self._failed(LineError(item.line, item.custom_id, error.code, f"line {item.line}: {error}"))
             return
-        self._writer.write_result(item, answers, self._model, created=int(time.time()))
-        self.counts.answered(answers, ttft_s, time.monotonic() - start)
+        self._writer.write_result(item, generation, self._model, created=int(time.time()))
+        self.counts.answered(generation.usage, ttft_s, time.monotonic() - start)
         self._progress.update(self.counts)
 
-    async def _answers(self, item: BatchItem) -> tuple[Answers, float | None]:
+    async def _generation(self, item: BatchItem) -> tuple[Generation, float | None]:
         pause = BUSY_WAIT_S[0]
         while True:
             try:
@@ -85,22 +85,31 @@ class BatchRunner:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, BUSY_WAIT_S[1])
 
-    async def _stream(self, item: BatchItem) -> tuple[Answers, float | None]:
-        start, ttft_s, answers = time.monotonic(), None, Answers()
+    async def _stream(self, item: BatchItem) -> tuple[Generation, float | None]:
         ask = item.ask
+        start, ttft_s, collector = time.monotonic(), None, Collector(ask.sampling.n)
         events = self._client.stream(
             ask.prompt, model=ask.model, service_class="batch", **sampling_fields(ask.sampling)
         )
         async for event in events:
-            answers.take(event)
+            collector.add(event)
             if ttft_s is None and event.token_ids:
                 ttft_s = time.monotonic() - start
-        return answers, ttft_s
+        generation = collector.generation()
+        _check_finished(generation)
+        return generation, ttft_s
 
     def _failed(self, error: LineError) -> None:
         self._writer.write_error(error)
         self.counts.failed += 1
         self._progress.update(self.counts)
+
+
+def _check_finished(generation: Generation) -> None:
+    for choice in generation.choices:
+        if choice.finish_reason not in ("stop", "length"):
+            reason = choice.finish_reason or "no reason given"
+            raise RequestError(f"choice {choice.index} was not finished ({reason})", code="internal")
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:

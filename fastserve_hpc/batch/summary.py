@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastserve_hpc.openai.responses import Answers
+from fastserve_hpc.protocol import Usage
 from fastserve_hpc.stats import summarise
 
 
@@ -32,11 +32,11 @@ class Counts:
     def output_tokens_per_s(self) -> float:
         return self.output_tokens / max(time.monotonic() - self.started, 1e-9)
 
-    def answered(self, answers: Answers, ttft_s: float | None, latency_s: float) -> None:
+    def answered(self, usage: Usage, ttft_s: float | None, latency_s: float) -> None:
         """Count a request that was answered."""
         self.succeeded += 1
-        self.prompt_tokens += answers.prompt_tokens
-        self.output_tokens += answers.completion_tokens
+        self.prompt_tokens += usage.prompt_tokens
+        self.output_tokens += usage.completion_tokens
         self.latency_s.append(latency_s)
         if ttft_s is not None:
             self.ttft_s.append(ttft_s)

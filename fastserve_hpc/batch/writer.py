@@ -10,8 +10,9 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from fastserve_hpc.batch.reader import BatchItem, LineError
+from fastserve_hpc.client.results import Generation
 from fastserve_hpc.errors import ConfigError, FastServeError
-from fastserve_hpc.openai.responses import Answers, response_body
+from fastserve_hpc.openai.responses import response_body
 
 Mode = Literal["new", "overwrite", "resume"]
 
@@ -60,10 +61,10 @@ class ResultWriter:
         """Whether an earlier run has written this line's result or error."""
         return item.line in self._done or (isinstance(item, BatchItem) and item.custom_id in self._done)
 
-    def write_result(self, item: BatchItem, answers: Answers, model: str, created: int) -> None:
+    def write_result(self, item: BatchItem, generation: Generation, model: str, created: int) -> None:
         """The line of a request that was answered."""
         request_id = f"{'chatcmpl' if item.ask.kind == 'chat' else 'cmpl'}-{item.line}"
-        body = response_body(item.ask.kind, answers, model, request_id, created)
+        body = response_body(item.ask.kind, generation, model, request_id, created)
         response = {"status_code": 200, "request_id": request_id, "body": body}
         extra = {"extra": item.extra} if item.extra else {}
         self._write(item.line, item.custom_id, response=response, error=None, **extra)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserve_hpc.bench.trace import Load
+from fastserve_hpc.client import AsyncClient
+from fastserve_hpc.core.engine import EngineStatus
 from fastserve_hpc.errors import RequestError
 from fastserve_hpc.stats import summarise
 
@@ -27,15 +29,40 @@ class Outcome:
     error: str | None = None
 
 
+Plan = Callable[[EngineStatus], tuple[Sequence[Load], Sequence[list[int]]]]
+"""Requests, and a prompt for each, that suit a server."""
+OnFinish = Callable[[Outcome, int], None]
+"""Called with each outcome as it comes, and the number of all requests."""
+
+
+def load_server(
+    endpoint: str | None, job: str | None, plan: Plan, on_finish: OnFinish
+) -> tuple[Sequence[Outcome], float]:
+    """Load the server that an endpoint name or a Slurm job stands for; see `run_load`."""
+    return asyncio.run(_load_server(endpoint, job, plan, on_finish))
+
+
+async def _load_server(
+    endpoint: str | None, job: str | None, plan: Plan, on_finish: OnFinish
+) -> tuple[Sequence[Outcome], float]:
+    async with AsyncClient(endpoint, job=job) as client:
+        loads, prompts = plan(await client.status())
+        return await run_load(client, loads, prompts, on_finish)
+
+
 async def run_load(
-    client: Any, loads: Sequence[Load], prompts: Sequence[list[int]], on_finish: Callable[[Outcome], None]
+    client: Any, loads: Sequence[Load], prompts: Sequence[list[int]], on_finish: OnFinish
 ) -> tuple[list[Outcome], float]:
     """Send all requests; the outcomes in trace order, and wall seconds from the first due time to the last token."""
+
+    def finish(outcome: Outcome) -> None:
+        on_finish(outcome, len(loads))
+
     start = time.monotonic()
     tasks = []
     for load, prompt in zip(loads, prompts, strict=True):
         await asyncio.sleep(max(0.0, start + load.due_s - time.monotonic()))
-        tasks.append(asyncio.create_task(_send(client, load, prompt, start + load.due_s, on_finish)))
+        tasks.append(asyncio.create_task(_send(client, load, prompt, start + load.due_s, finish)))
     try:
         outcomes = await asyncio.gather(*tasks)
     finally:
@@ -44,9 +71,7 @@ async def run_load(
     return outcomes, time.monotonic() - start - loads[0].due_s
 
 
-async def _send(
-    client: Any, load: Load, prompt: list[int], due: float, on_finish: Callable[[Outcome], None]
-) -> Outcome:
+async def _send(client: Any, load: Load, prompt: list[int], due: float, finish: Callable[[Outcome], None]) -> Outcome:
     tokens, first_s, last_s = 0, 0.0, 0.0
     try:
         async for event in client.stream(prompt, max_tokens=load.output_tokens, ignore_eos=True):
@@ -57,7 +82,7 @@ async def _send(
         outcome = Outcome(tokens, first_s, last_s, None if tokens else "no output")
     except RequestError as error:
         outcome = Outcome(error=str(error))
-    on_finish(outcome)
+    finish(outcome)
     return outcome
 
 

@@ -7,14 +7,14 @@ standard error and the error's exit code; anything else is a bug and shows its t
 from __future__ import annotations
 
 import importlib
-from typing import IO, Any
+from typing import Any
 
 import click
 
 from fastserve_hpc import __version__
 from fastserve_hpc.errors import ExitCode, FastServeError
 
-COMMANDS = ("serve", "batch", "submit", "chat", "status", "stop", "bench")
+COMMANDS = ("serve", "batch", "submit", "chat", "status", "stop", "bench", "sbatch")
 
 _EPILOG = """\b
 Start a server on two ranks, ask it, score a file on it, end it:
@@ -35,17 +35,6 @@ serve and the client commands.
 """
 
 
-class CommandError(click.ClickException):
-    """How a `FastServeError` ends a command."""
-
-    def __init__(self, error: FastServeError):
-        super().__init__(str(error))
-        self.exit_code = int(error.exit_code)
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"error: {self.message}", file=file, err=file is None)
-
-
 class Commands(click.Group):
     """Imports a command's file when it is run or its help is asked for."""
 
@@ -63,10 +52,11 @@ class Commands(click.Group):
         try:
             code = super().invoke(ctx)
         except FastServeError as error:
-            raise CommandError(error) from error
+            click.echo(f"error: {error}", err=True)
+            code = error.exit_code
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
-            ctx.exit(int(ExitCode.STOPPED_EARLY))
+            code = ExitCode.STOPPED_EARLY
         ctx.exit(int(code or ExitCode.DONE))
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from fastserve_hpc.cli.options import config_options, endpoint_options, input_path, json_option, output_path
 from fastserve_hpc.config import EngineConfig, ServerConfig
-from fastserve_hpc.errors import ConfigError, EndpointError, ExitCode
+from fastserve_hpc.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from fastserve_hpc.batch.attached import Ending
+    from fastserve_hpc.batch.writer import Mode
 
 _EPILOG = """\b
 On a running server, beside its live clients:
@@ -45,6 +47,14 @@ class BatchFiles:
     overwrite: bool
     as_json: bool
 
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise ConfigError("--resume and --overwrite: choose one")
+
+    @property
+    def mode(self) -> Mode:
+        return "resume" if self.resume else "overwrite" if self.overwrite else "new"
+
     def arguments(self) -> list[str]:
         """The command line that says the same."""
         flags = {"--resume": self.resume, "--overwrite": self.overwrite, "--json": self.as_json}
@@ -71,85 +81,46 @@ def command(
     With --endpoint or --job a running server does the work; else these ranks load --model and end
     with the file. A line that is wrong gets an error record, everything else goes on (exit 3).
     """
+    from fastserve_hpc.batch.writer import check_output
+
     batch = BatchFiles(**files)
-    _check_output(batch)
+    check_output(batch.output, batch.mode)
     if endpoint is None and job is None:
         from fastserve_hpc import boot
 
         return boot.run_batch(engine, server, batch.arguments())
     _refuse_engine_options(click.get_current_context())
-    return asyncio.run(_attached(batch, endpoint, job))
+    from fastserve_hpc.batch.attached import run_attached
 
-
-def _check_output(batch: BatchFiles) -> None:
-    from fastserve_hpc.batch.writer import check_output
-
-    if batch.resume and batch.overwrite:
-        raise ConfigError("--resume and --overwrite: choose one")
-    check_output(batch.output, _mode(batch))
-
-
-def _mode(batch: BatchFiles) -> Any:
-    return "resume" if batch.resume else "overwrite" if batch.overwrite else "new"
+    ending = run_attached(batch.input, batch.output, batch.mode, batch.in_flight, endpoint, job)
+    return _show(ending, batch)
 
 
 def _refuse_engine_options(ctx: click.Context) -> None:
     """Options of an engine say nothing to a server that runs already."""
     for param in ctx.command.params:
-        ours = param.envvar is not None
-        if ours and param.name and ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE:
+        is_setting = param.envvar is not None
+        given = param.name is not None and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+        if is_setting and given:
             raise ConfigError(f"{param.opts[0]} has no effect on a running server: leave it or --endpoint/--job out")
 
 
-async def _attached(batch: BatchFiles, endpoint: str | None, job: str | None) -> ExitCode:
-    from fastserve_hpc.batch.progress import make_progress
-    from fastserve_hpc.batch.reader import count_lines, read_batch
-    from fastserve_hpc.batch.runner import BatchRunner
-    from fastserve_hpc.batch.writer import ResultWriter
-    from fastserve_hpc.client import AsyncClient
-
-    _end_on_signals()
-    with batch.input.open("rb") as lines:
-        total = count_lines(lines)
-        lines.seek(0)
-        async with AsyncClient(endpoint, job=job) as client:
-            model = (await client.status()).model
-            with ResultWriter(batch.output, _mode(batch)) as writer, make_progress(total) as progress:
-                runner = BatchRunner(client, model, writer, progress, batch.in_flight)
-                ended = await _run(runner, read_batch(lines))
-    _show(runner.counts.summary(), batch)
-    if ended is not None:
-        finished = f"{runner.counts.finished} of {total} lines are done; go on with --resume"
-        click.echo(f"error: {ended}; {finished}", err=True)
-        return ExitCode.STOPPED_EARLY
-    return ExitCode.SOME_LINES_FAILED if runner.counts.failed else ExitCode.DONE
-
-
-async def _run(runner: Any, items: Any) -> str | None:
-    """Why the run ended early; None when it did not."""
-    try:
-        await runner.run(items)
-    except EndpointError as error:
-        return str(error)
-    except asyncio.CancelledError:
-        return "told to stop"
-    return None
-
-
-def _end_on_signals() -> None:
-    task = asyncio.current_task()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if task is not None:
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-
-
-def _show(summary: dict[str, Any], batch: BatchFiles) -> None:
+def _show(ending: Ending, batch: BatchFiles) -> ExitCode:
+    summary = ending.counts.summary()
     if batch.as_json:
         click.echo(json.dumps({**summary, "output": str(batch.output)}))
-        return
+    else:
+        click.echo(_summary_line(summary, batch.output))
+    if ending.stopped is not None:
+        done = f"{ending.counts.finished} of {ending.total} lines are done; go on with --resume"
+        click.echo(f"error: {ending.stopped}; {done}", err=True)
+        return ExitCode.STOPPED_EARLY
+    return ExitCode.SOME_LINES_FAILED if ending.counts.failed else ExitCode.DONE
+
+
+def _summary_line(summary: dict[str, Any], output: Path) -> str:
     skipped = f", {summary['skipped']} were there already" if summary["skipped"] else ""
-    click.echo(
+    return (
         f"{summary['requests']} requests in {summary['wall_s']:.1f} s, {summary['failed']} failed{skipped}: "
-        f"{summary['output_tokens']} tokens, {summary['output_tokens_per_s']:.0f} tokens/s; results in {batch.output}"
+        f"{summary['output_tokens']} tokens, {summary['output_tokens_per_s']:.0f} tokens/s; results in {output}"
     )
-    sys.stdout.flush()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,22 +48,20 @@ def command(endpoint: str | None, job: str | None, as_json: bool, **load_options
     """Load a running server as a trace says and report throughput and latencies."""
     if load_options["offline"] and load_options["rate"] is not None:
         raise ConfigError("--offline sends everything at once, --rate spreads it: choose one")
-    outcomes, wall_s = asyncio.run(_run(endpoint, job, **load_options))
+    from fastserve_hpc.bench.load import load_server
+
+    def plan(status: EngineStatus) -> tuple[list[Load], list[list[int]]]:
+        return _plan(status, **load_options)
+
+    outcomes, wall_s = load_server(endpoint, job, plan, _tick())
     return _show(outcomes, wall_s, as_json)
 
 
-async def _run(endpoint: str | None, job: str | None, seed: int, **options: Any) -> tuple[Sequence[Outcome], float]:
-    from fastserve_hpc.bench.load import run_load
+def _plan(status: EngineStatus, seed: int, **options: Any) -> tuple[list[Load], list[list[int]]]:
     from fastserve_hpc.bench.trace import make_prompts
-    from fastserve_hpc.client import AsyncClient
 
-    async with AsyncClient(endpoint, job=job) as client:
-        status = await client.status()
-        loads = _loads(status, seed=seed, **options)
-        vocab_size = int(status.details.get("vocab_size", DEFAULT_VOCAB_SIZE))
-        prompts = make_prompts(loads, vocab_size, seed)
-        result: tuple[Sequence[Outcome], float] = await run_load(client, loads, prompts, _Ticker(len(loads)).tick)
-    return result
+    loads = _loads(status, seed=seed, **options)
+    return loads, make_prompts(loads, int(status.details.get("vocab_size", DEFAULT_VOCAB_SIZE)), seed)
 
 
 def _loads(
@@ -90,19 +87,19 @@ def _loads(
     return loads if rate is None else traces.at_rate(loads, rate, seed)
 
 
-class _Ticker:
-    """Says on standard error how far the load has come, each tenth of it."""
+def _tick() -> Callable[[Outcome, int], None]:
+    """Says on standard error what failed and, each tenth of the load, how far it has come."""
+    finished = 0
 
-    def __init__(self, total: int):
-        self._total = total
-        self._finished = 0
-
-    def tick(self, outcome: Outcome) -> None:
-        self._finished += 1
+    def tick(outcome: Outcome, total: int) -> None:
+        nonlocal finished
+        finished += 1
         if outcome.error is not None:
             click.echo(f"bench: a request failed: {outcome.error}", err=True)
-        if self._finished % max(1, self._total // 10) == 0:
-            click.echo(f"bench: {self._finished} of {self._total} requests finished", err=True)
+        if finished % max(1, total // 10) == 0:
+            click.echo(f"bench: {finished} of {total} requests finished", err=True)
+
+    return tick
 
 
 def _show(outcomes: Sequence[Outcome], wall_s: float, as_json: bool) -> ExitCode:

@@ -105,11 +105,13 @@ def _answer(client: Any, line: str, conversation: Conversation, sampling: dict[s
         heard.append(piece)
         console.out(piece, end="")
 
-    events = client.stream(conversation.messages(), **sampling)
+    events = None
     try:
-        follow(events, show)
+        events = client.stream(conversation.messages(), **sampling)
+        follow(events, 1, show)
     except KeyboardInterrupt:
-        events.close()
+        if events is not None:
+            events.close()
         console.print("[dim] (stopped)[/dim]", end="")
     except RequestError as error:
         conversation.turns.pop()

@@ -23,18 +23,12 @@ Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
 
 
-class SizeType(click.ParamType):
-    """Bytes, written as 512M or 1.5G."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_size(value)
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
+def size(text: str | int) -> int:
+    """An option's type: bytes, written as 512M or 1.5G; a default is bytes already."""
+    try:
+        return parse_size(str(text))
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def config_options(*, without: tuple[str, ...] = (), **configs: type[Any]) -> Decorator:
@@ -47,7 +41,7 @@ def config_options(*, without: tuple[str, ...] = (), **configs: type[Any]) -> De
     def decorate(command: Function) -> Function:
         @functools.wraps(command)
         def with_settings(**values: Any) -> Any:
-            settings = {name: _settings(cls, values) for name, cls in configs.items()}
+            settings = {name: _settings(cls, values, without) for name, cls in configs.items()}
             return command(**settings, **values)
 
         decorated: Function = with_settings
@@ -61,8 +55,8 @@ def config_options(*, without: tuple[str, ...] = (), **configs: type[Any]) -> De
     return decorate
 
 
-def _settings(cls: type[Any], values: dict[str, Any]) -> Any:
-    names = [field.name for field in dataclasses.fields(cls) if field.name in values]
+def _settings(cls: type[Any], values: dict[str, Any], without: tuple[str, ...]) -> Any:
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in without]
     return cls(**{name: values.pop(name) for name in names})
 
 
@@ -80,14 +74,14 @@ def _config_option(field: dataclasses.Field[Any], hint: Any) -> Decorator:
     )
 
 
-def _click_type(field: dataclasses.Field[Any], hint: Any) -> click.ParamType | type | None:
+def _click_type(field: dataclasses.Field[Any], hint: Any) -> Any:
     if field.metadata.get("size"):
-        return SizeType()
+        return size
     if typing.get_origin(hint) is Literal:
         return click.Choice(typing.get_args(hint))
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return next(arg for arg in typing.get_args(hint) if arg is not type(None))  # type: ignore[no-any-return]
-    return None if hint is bool else typing.cast(type, hint)
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
 
 
 def endpoint_options(*, from_environment: bool = True) -> Decorator:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from fastserve_hpc.cli.generation import Generation, follow
+from fastserve_hpc.cli.generation import Timed, follow
 from fastserve_hpc.cli.options import endpoint_options, input_path, json_option, output_path, sampling_options
 from fastserve_hpc.errors import ConfigError, ExitCode
 
@@ -53,11 +53,11 @@ def command(
     what = _as_chat(content, system) if not raw else _as_text(content, system)
     live = n == 1 and not as_json
     with Client(endpoint, job=job) as client:
-        generation = follow(client.stream(what, n=n, **sampling), _write if live else _ignore)
-    _show(generation, live, as_json)
+        answer = follow(client.stream(what, n=n, **sampling), n, _write if live else _ignore)
+    _show(answer, live, as_json)
     if stats is not None:
         with stats.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(generation.timing()) + "\n")
+            out.write(json.dumps(answer.timing()) + "\n")
     return ExitCode.DONE
 
 
@@ -85,14 +85,15 @@ def _as_text(content: str, system: str | None) -> str:
     return content
 
 
-def _show(generation: Generation, live: bool, as_json: bool) -> None:
+def _show(answer: Timed, live: bool, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(generation.record(), ensure_ascii=False))
+        click.echo(json.dumps(answer.record(), ensure_ascii=False))
     elif live:
         click.echo()
     else:
-        for index, choice in sorted(generation.choices.items()):
-            click.echo(f"--- {index + 1} of {len(generation.choices)}\n{choice.text}")
+        choices = answer.generation.choices
+        for choice in choices:
+            click.echo(f"--- {choice.index + 1} of {len(choices)}\n{choice.text}")
 
 
 def _write(piece: str) -> None:

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from fake_client import FakeServer
+
+from fastserve_hpc.errors import RequestError
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"arrival_s": i / 100, "prompt_tokens": 10 * (i + 1), "output_tokens": 20} for i in range(10)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_json_report_of_a_cut_trace(run: Run, server: FakeServer, trace: str) -> None:
+    result = run("bench", "--endpoint", "demo", "--trace", trace, "--requests", "4", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["requests"], report["failed"]) == (4, 0)
+    assert [len(request["prompt"]) for request in server.requests] == [10, 20, 30, 40]
+
+
+def test_what_does_not_fit_the_context_is_cut_and_counted(run: Run, server: FakeServer, trace: str) -> None:
+    result = run("bench", "--trace", trace, "--offline", "--json")
+    assert "2 of 10 requests are longer than the context of 100" in result.stderr
+    assert [len(request["prompt"]) for request in server.requests[-3:]] == [80, 80, 80]
+
+
+def test_lengths_can_be_scaled(run: Run, server: FakeServer, trace: str) -> None:
+    result = run("bench", "--trace", trace, "--offline", "--scale-lengths", "0.5", "--json")
+    assert "longer than the context" not in result.stderr
+    assert {request["max_tokens"] for request in server.requests} == {10}
+
+
+def test_a_table_for_people(run: Run, trace: str) -> None:
+    output = run("bench", "--trace", trace, "--requests", "3", "--rate", "100").stdout
+    assert "3 requests (0 failed)" in output
+    assert "normalized_latency" in output
+
+
+def test_failures_are_said_and_exit_3(run: Run, server: FakeServer, trace: str) -> None:
+    server.errors["ids"] = [RequestError("no room")]
+    result = run("bench", "--trace", trace, "--requests", "2", "--json")
+    assert result.exit_code == 3
+    assert "no room" in result.stderr
+    assert json.loads(result.stdout)["failed"] == 1
+
+
+def test_offline_and_rate_exclude_each_other(run: Run, trace: str) -> None:
+    assert run("bench", "--trace", trace, "--offline", "--rate", "2").exit_code == 2
