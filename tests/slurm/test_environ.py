@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slurm_support import Cluster
 
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.slurm.environ import (
@@ -17,9 +17,6 @@ from fastserve_hpc.slurm.environ import (
     parse_duration,
     read_environ,
 )
-
-if TYPE_CHECKING:
-    from conftest import Cluster
 
 STEP_ENVIRON = {
     "SLURM_JOB_ID": "812",

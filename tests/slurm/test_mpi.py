@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Cluster
+from slurm_support import Cluster
 
 pytestmark = pytest.mark.slurm
 

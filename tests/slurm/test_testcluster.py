@@ -7,19 +7,13 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Cluster
+from slurm_support import SCRIPT, Cluster, wait_until
 
 pytestmark = pytest.mark.slurm
-
-SCRIPT = Path(__file__).parents[2] / "slurm" / "testcluster"
 
 ECHO_SERVER = """
 import socket
@@ -79,10 +73,10 @@ def test_exit_status_and_environment_pass_through(cluster: Cluster) -> None:
 def test_a_command_ends_with_its_caller(cluster: Cluster) -> None:
     running: Callable[[], bool] = lambda: cluster.run("pgrep", "-x", "sleep", node="n1").returncode == 0  # noqa: E731
     process = cluster.popen("sleep", "50", node="n1")
-    wait_for(running, 5)
+    wait_until(running, 5, "sleep to run")
     process.terminate()
     process.wait(5)
-    wait_for(lambda: not running(), 5)
+    wait_until(lambda: not running(), 5, "sleep to end")
 
 
 def test_killed_node_is_silent_and_comes_back(cluster: Cluster) -> None:
@@ -102,7 +96,7 @@ def test_cut_drops_packets_between_two_machines_only(cluster: Cluster) -> None:
         assert ask(client) == "silence"
         assert srun_lines(cluster, "hostname") == ["0: n1", "1: n2"]  # both still hear ctl
         cluster.heal()
-        wait_for(lambda: ask(client) == "echo", 30)  # when TCP next tries
+        wait_until(lambda: ask(client) == "echo", 30, "an echo")  # when TCP next tries
 
 
 def test_clusters_live_side_by_side_and_end_with_their_owner(cluster: Cluster) -> None:
@@ -112,7 +106,7 @@ def test_clusters_live_side_by_side_and_end_with_their_owner(cluster: Cluster) -
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
     second = type(cluster)(Path(run))
     machines = [Path(run, "machines", name).read_text().split()[0] for name in ("ctl", "n1")]
-    wait_for(lambda: not any(Path("/proc", pid, "cwd").exists() for pid in machines), 10)
+    wait_until(lambda: not any(Path("/proc", pid, "cwd").exists() for pid in machines), 10, "the machines to go")
     assert second.command("status").stdout.count("process none") == 2
     second.command("stop")
     assert not os.path.exists(run)
@@ -156,10 +150,3 @@ def ask(client: subprocess.Popen[str]) -> str:
     client.stdin.write("\n")
     client.stdin.flush()
     return client.stdout.readline().strip()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
