@@ -48,7 +48,12 @@ class Part:
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None) -> Part:
         """All rows and columns, where not said otherwise."""
-        return cls(name, shape, rows or range(shape[0]), columns or range(shape[-1]))
+        return cls(
+            name,
+            shape,
+            range(shape[0]) if rows is None else rows,
+            range(shape[-1]) if columns is None else columns,
+        )
 
 
 class WeightReader:
