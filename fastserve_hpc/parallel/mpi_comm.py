@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fastserve_hpc.parallel.comm import Hook, do_nothing
-from fastserve_hpc.parallel.idle import Waiter
+from fastserve_hpc.parallel.hosts import is_crowded
+from fastserve_hpc.parallel.idle import SPIN_CROWDED_S, SPIN_S, Waiter
 from fastserve_hpc.parallel.mpi_api import MPI
 from fastserve_hpc.parallel.mpi_group import MpiGroup
 from fastserve_hpc.parallel.mpi_links import RecvLink, SendLink
@@ -33,7 +34,7 @@ class MpiTensorComm:
     """
 
     def __init__(self, world: MPI.Intracomm, topology: Topology, max_link_bytes: int, check: Hook = do_nothing) -> None:
-        self._waiter = Waiter(check)
+        self._waiter = Waiter(check, SPIN_CROWDED_S if is_crowded(world) else SPIN_S)
         links = world.Dup()
         self.stage_comm = MPI.Intracomm(world.Split(topology.stage, topology.tp_rank))
         self.collectives: Collectives = MpiGroup(self.stage_comm, self._waiter)

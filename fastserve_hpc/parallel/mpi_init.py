@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.parallel.comm import Hook, do_nothing
-from fastserve_hpc.parallel.idle import Waiter
+from fastserve_hpc.parallel.idle import Waiter, sharpen_sleeps
 
 if TYPE_CHECKING:
     from fastserve_hpc.parallel.mpi_api import MPI
@@ -78,6 +78,7 @@ def init_mpi(
     check_known_failure(environ, MPI.Get_library_version())
     with _named_if_stuck("MPI_Init", warn_after_s, give_up_after_s):
         MPI.Init_thread(MPI.THREAD_FUNNELED)
+    sharpen_sleeps()
     check_launcher(world_size_from_env(environ), MPI.COMM_WORLD.size, _library_name(MPI.Get_library_version()))
     return MPI.COMM_WORLD
 
@@ -100,14 +101,19 @@ def finalize_mpi(world: MPI.Intracomm, check: Hook = do_nothing, timeout_s: floa
     MPI.Finalize()
 
 
-def exchange(world: MPI.Intracomm, greeting: bytes, timeout_s: float = 120.0) -> list[bytes]:
-    """Every rank's `greeting` (up to 4 KiB) in rank order. Raises `RankError` after `timeout_s`."""
+def exchange(
+    world: MPI.Intracomm, greeting: bytes, timeout_s: float | None = 120.0, check: Hook = do_nothing
+) -> list[bytes]:
+    """Every rank's `greeting` (up to 4 KiB) in rank order; collective.
+
+    Raises `RankError` after `timeout_s`, or when `check` does. Without a time-out where a watchdog is behind `check`.
+    """
     if len(greeting) > _MAX_GREETING_BYTES:
         raise ValueError(f"a greeting of {len(greeting)} bytes is over {_MAX_GREETING_BYTES}")
     size = _MAX_GREETING_BYTES + 2
     own = (len(greeting).to_bytes(2, "big") + greeting).ljust(size, b"\0")
     everyone = bytearray(size * world.size)
-    Waiter().until(world.Iallgather(own, everyone).Test, timeout_s, "the greetings of all ranks")
+    Waiter(check).until(world.Iallgather(own, everyone).Test, timeout_s, "the greetings of all ranks")
     cells = (everyone[start : start + size] for start in range(0, len(everyone), size))
     return [bytes(cell[2 : 2 + int.from_bytes(cell[:2], "big")]) for cell in cells]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fastserve_hpc.parallel.addresses import host_key
+from fastserve_hpc.parallel.hosts import share_one_host
 from fastserve_hpc.parallel.mpi_init import exchange
 from fastserve_hpc.parallel.topology import Topology
 from fastserve_hpc.parallel.watchdog import OnAbort, Watchdog, ignore
@@ -20,7 +20,7 @@ def start_watchdog(
     world: MPI.Intracomm, topology: Topology, heartbeat_s: float, on_abort: OnAbort = ignore
 ) -> Watchdog:
     """Start this rank's watchdog; collective over `world`. See `Watchdog.start`."""
-    one_host = len(set(exchange(world, host_key().encode()))) == 1
+    one_host = share_one_host(world)
     if topology.is_coordinator:
         listener = Listener(one_host)
         exchange(world, msgspec.msgpack.encode(listener.rendezvous))

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fastserve_hpc.errors import RankError
-from fastserve_hpc.parallel.addresses import LOOPBACK, host_key, local_addresses
+from fastserve_hpc.parallel.addresses import LOOPBACK, local_addresses
 from fastserve_hpc.parallel.comm import Hook, do_nothing
+from fastserve_hpc.parallel.hosts import share_one_host
 from fastserve_hpc.parallel.mpi_init import exchange
 from fastserve_hpc.parallel.topology import Topology
 
@@ -118,7 +119,7 @@ class _StoreAddress(msgspec.Struct, frozen=True):
 
 def _open_store(world: MPI.Intracomm) -> Store:
     """A store on rank 0 that all ranks are connected to; its port is chosen by the kernel and published over MPI."""
-    one_host = len(set(exchange(world, host_key().encode()))) == 1
+    one_host = share_one_host(world)
     if one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if world.rank != 0:

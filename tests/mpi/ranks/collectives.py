@@ -1,4 +1,4 @@
-"""All-reduce and all-gather over the ranks of each stage: `collectives.py KIND TP`."""
+"""All-reduce and all-gather over the ranks of each stage: `collectives.py KIND:TP...`."""
 
 import random
 import sys
@@ -11,7 +11,6 @@ from fastserve_hpc.parallel.mpi_init import exchange, finalize_mpi, init_mpi
 from fastserve_hpc.parallel.topology import Topology
 from fastserve_hpc.parallel.torch_comm import TorchTensorComm
 
-KIND, TP_SIZE = sys.argv[1], int(sys.argv[2])
 SHAPES = ((1, 576), (3, 1), (19, 99), (64, 576), (1, 49152), (512, 576), (7, 5, 3))
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -56,26 +55,37 @@ def digest(x: torch.Tensor) -> bytes:
     return bytes(x.contiguous().view(torch.uint8).flatten()[:4000].tolist())
 
 
+def check_views() -> None:
+    strided = torch.arange(24, dtype=torch.float32).view(4, 6).t()
+    assert torch.equal(comm.all_reduce(strided.clone()), strided * topology.tp_size)
+    view = torch.ones(4, 6)[:, 1:3]
+    comm.all_reduce(view)
+    assert (view == topology.tp_size).all()
+    assert comm.all_reduce(torch.empty(0, 5)).shape == (0, 5)
+
+
+def check_kind() -> None:
+    for seed, shape in enumerate(SHAPES):
+        for dtype in DTYPES:
+            x = check_all_reduce(seed, shape, dtype)
+            others = exchange(world, digest(x))
+            assert all(others[rank] == digest(x) for rank in topology.stage_ranks), "bits differ between ranks"
+            check_all_gather(seed, shape, dtype)
+    if KIND == "mpi":
+        check_views()
+
+
 world = init_mpi()
 torch.set_num_threads(1)
-topology = Topology(world.rank, TP_SIZE, world.size // TP_SIZE)
-comm: TensorComm
-if KIND == "mpi":
-    comm = MpiTensorComm(world, topology, max_link_bytes=64)
-else:
-    comm = TorchTensorComm(world, topology, torch.device("cpu"))
-for seed, shape in enumerate(SHAPES):
-    for dtype in DTYPES:
-        x = check_all_reduce(seed, shape, dtype)
-        others = exchange(world, digest(x))
-        assert all(others[rank] == digest(x) for rank in topology.stage_ranks), "bits differ between ranks"
-        check_all_gather(seed, shape, dtype)
-strided = torch.arange(24, dtype=torch.float32).view(4, 6).t()
-assert torch.equal(comm.all_reduce(strided.clone()), strided * TP_SIZE)
-view = torch.ones(4, 6)[:, 1:3]
-comm.all_reduce(view) if KIND == "mpi" else view.mul_(TP_SIZE)
-assert (view == TP_SIZE).all()
-comm.close()
-if world.rank == 0:
-    print("equal")
+for KIND, tp_size in (case.split(":") for case in sys.argv[1:]):
+    topology = Topology(world.rank, int(tp_size), world.size // int(tp_size))
+    comm: TensorComm
+    if KIND == "mpi":
+        comm = MpiTensorComm(world, topology, max_link_bytes=64)
+    else:
+        comm = TorchTensorComm(world, topology, torch.device("cpu"))
+    check_kind()
+    comm.close()
+    if world.rank == 0:
+        print(f"{KIND}:{tp_size} equal")
 finalize_mpi(world)

@@ -1,4 +1,4 @@
-"""Hidden states of random shapes through all stages, with receivers that compute: `stages.py KIND TP NUM_TENSORS`."""
+"""Hidden states of random shapes through all stages, whose ranks compute too: `stages.py NUM_TENSORS KIND:TP...`."""
 
 import random
 import sys
@@ -12,7 +12,7 @@ from fastserve_hpc.parallel.mpi_init import finalize_mpi, init_mpi
 from fastserve_hpc.parallel.topology import Topology
 from fastserve_hpc.parallel.torch_comm import TorchTensorComm
 
-KIND, TP_SIZE, NUM_TENSORS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+NUM_TENSORS = int(sys.argv[1])
 HIDDEN_SIZE = 576
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -30,44 +30,44 @@ def compute(comm: TensorComm, index: int) -> None:
         comm.progress()
 
 
-world = init_mpi()
-torch.set_num_threads(1)
-topology = Topology(world.rank, TP_SIZE, world.size // TP_SIZE)
-comm: TensorComm
-if KIND == "mpi":
-    comm = MpiTensorComm(world, topology, max_link_bytes=512 * HIDDEN_SIZE * 4)
-else:
-    comm = TorchTensorComm(world, topology, torch.device("cpu"))
-num_hook_calls = 0
+def open_comm(kind: str) -> TensorComm:
+    if kind == "mpi":
+        return MpiTensorComm(world, topology, max_link_bytes=512 * HIDDEN_SIZE * 4)
+    return TorchTensorComm(world, topology, torch.device("cpu"))
 
 
-def count() -> None:
+def pass_one(index: int) -> None:
+    expected = make_tensor(index, topology.tp_rank) + topology.stage
+    hidden = expected.clone()
+    if not topology.is_first_stage:
+        hidden = comm.recv_prev(expected.shape[0], HIDDEN_SIZE, expected.dtype)
+        assert torch.equal(hidden, expected), (index, topology)
+    compute(comm, index)
+    assert torch.equal(hidden, expected), "overwritten while in use"
+    if not topology.is_last_stage:
+        sent = make_tensor(index, topology.tp_rank) + (topology.stage + 1)
+        comm.send_next(sent)
+        sent.fill_(-1)  # the sender may change it at once
+
+
+def recurse() -> None:
     global num_hook_calls
     num_hook_calls += 1
     comm.progress()  # a hook that forgets itself must not recurse for ever
 
 
-if KIND == "mpi":
-    comm.set_progress_hook(count)
-
-started = time.perf_counter()
-for index in range(NUM_TENSORS):
-    expected = make_tensor(index, topology.tp_rank)
-    if topology.is_first_stage:
-        hidden = expected.clone()
-    else:
-        hidden = comm.recv_prev(expected.shape[0], HIDDEN_SIZE, expected.dtype)
-        expected += topology.stage
-        assert torch.equal(hidden, expected), (index, topology)
-    compute(comm, index)
-    assert torch.equal(hidden, expected), "overwritten while in use"
-    if not topology.is_last_stage:
-        base = make_tensor(index, topology.tp_rank)
-        base += topology.stage + 1
-        comm.send_next(base)
-        base.fill_(-1)  # the sender may change it at once
-comm.close()
-assert KIND == "torch" or num_hook_calls > 0
-if topology.reports_results:
-    print(f"tensors={NUM_TENSORS} seconds={time.perf_counter() - started:.2f}")
+world = init_mpi()
+torch.set_num_threads(1)
+num_hook_calls = 0
+for kind, tp_size in (case.split(":") for case in sys.argv[2:]):
+    topology = Topology(world.rank, int(tp_size), world.size // int(tp_size))
+    comm = open_comm(kind)
+    if kind == "mpi":
+        comm.set_progress_hook(recurse)
+    for index in range(NUM_TENSORS):
+        pass_one(index)
+    comm.close()
+    if topology.reports_results:
+        print(f"{kind}:{tp_size} tensors={NUM_TENSORS}")
+assert num_hook_calls > 0
 finalize_mpi(world)
