@@ -67,10 +67,74 @@ class RopeStoreArgs(ctypes.Structure):
     ]
 
 
+class RmsNormArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "residual", "weight", "out")),
+        *((name, INT64) for name in ("ld_x", "ld_residual", "ld_out", "rows", "n")),
+        ("eps", FLOAT),
+    ]
+
+
+class GateMulArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("gate", "up", "out")),
+        *((name, INT64) for name in ("ld_gate", "ld_up", "ld_out", "rows", "n")),
+        ("activation", INT32),
+    ]
+
+
+class EmbeddingArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("table", "ids", "out")),
+        *((name, INT64) for name in ("ld_table", "ld_out", "first_id", "num_rows", "num_ids", "n")),
+        ("scale", FLOAT),
+    ]
+
+
+class ArgmaxArgs(ctypes.Structure):
+    _fields_ = [("x", POINTER), ("out", POINTER), ("ld_x", INT64), ("rows", INT64), ("n", INT64)]
+
+
+class CopyBlocksArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("source", "target", "pairs")),
+        ("block_bytes", INT64),
+        ("num_pairs", INT64),
+    ]
+
+
+class SharedGroupState(ctypes.Structure):
+    _fields_ = [
+        ("segment", POINTER),
+        *((name, INT64) for name in ("rank", "num_ranks", "slot_bytes", "num_arrivals", "num_calls")),
+    ]
+
+
+class AllReduceArgs(ctypes.Structure):
+    _fields_ = [("group", ctypes.POINTER(SharedGroupState)), ("x", POINTER), ("n", INT64), ("is_float", INT32)]
+
+
+class AllGatherArgs(ctypes.Structure):
+    _fields_ = [
+        ("group", ctypes.POINTER(SharedGroupState)),
+        ("x", POINTER),
+        ("out", POINTER),
+        ("rows", INT64),
+        ("row_bytes", INT64),
+    ]
+
+
 OPERATIONS: tuple[tuple[str, type[ctypes.Structure]], ...] = (
     ("linear", LinearArgs),
     ("attention", AttentionArgs),
     ("rope_store", RopeStoreArgs),
+    ("rms_norm", RmsNormArgs),
+    ("gate_mul", GateMulArgs),
+    ("embedding", EmbeddingArgs),
+    ("argmax", ArgmaxArgs),
+    ("copy_blocks", CopyBlocksArgs),
+    ("all_reduce", AllReduceArgs),
+    ("all_gather", AllGatherArgs),
 )
 """In the order of the C table: name and arguments of each operation."""
 

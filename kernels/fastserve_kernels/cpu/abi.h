@@ -79,15 +79,87 @@ struct RopeStoreArgs {
   float norm_eps;
 };
 
+struct RmsNormArgs {
+  const bf16* x;   // [rows, n]
+  bf16* residual;  // [rows, n] or null: becomes residual + x and is what is normalised
+  const float* weight;
+  bf16* out;
+  int64_t ld_x, ld_residual, ld_out, rows, n;
+  float eps;
+};
+
+struct GateMulArgs {
+  const bf16* gate;  // [rows, n]
+  const bf16* up;
+  bf16* out;
+  int64_t ld_gate, ld_up, ld_out, rows, n;
+  int32_t activation;
+};
+
+struct EmbeddingArgs {
+  const bf16* table;  // [num_rows, n]: the rows of ids first_id .. first_id + num_rows - 1; others give zeros
+  const int64_t* ids;
+  bf16* out;
+  int64_t ld_table, ld_out, first_id, num_rows, num_ids, n;
+  float scale;  // 1: plain copies
+};
+
+struct ArgmaxArgs {
+  const float* x;  // [rows, n]
+  int64_t* out;    // the first of the largest; NaN counts as smaller than all
+  int64_t ld_x, rows, n;
+};
+
+struct CopyBlocksArgs {
+  const uint8_t* source;
+  uint8_t* target;
+  const int64_t* pairs;  // [num_pairs][2]: source block, target block
+  int64_t block_bytes, num_pairs;
+};
+
+// One process's view of a segment that the ranks of a node share: see all_reduce.h.
+struct SharedGroup {
+  uint8_t* segment;
+  int64_t rank, num_ranks, slot_bytes;
+  uint64_t num_arrivals, num_calls;  // how often this rank has arrived, and called
+};
+
+struct AllReduceArgs {
+  SharedGroup* group;
+  void* x;  // summed in place, in float32 in rank order, rounded once
+  int64_t n;
+  int32_t is_float;
+};
+
+struct AllGatherArgs {
+  SharedGroup* group;
+  const uint8_t* x;  // [rows, row_bytes]
+  uint8_t* out;      // [rows, num_ranks * row_bytes]
+  int64_t rows, row_bytes;
+};
+
+// Every operation: its name and the struct it takes. abi.py lists the same, in this order.
+#define FS_OPERATIONS(OP)         \
+  OP(linear, LinearArgs)           \
+  OP(attention, AttentionArgs)     \
+  OP(rope_store, RopeStoreArgs)    \
+  OP(rms_norm, RmsNormArgs)        \
+  OP(gate_mul, GateMulArgs)        \
+  OP(embedding, EmbeddingArgs)     \
+  OP(argmax, ArgmaxArgs)           \
+  OP(copy_blocks, CopyBlocksArgs)  \
+  OP(all_reduce, AllReduceArgs)    \
+  OP(all_gather, AllGatherArgs)
+
 struct Ops {
   const char* isa;
   const char* dot_order;  // instruction sets with the same order give the same bits
-  int64_t linear_args_size;
-  int64_t attention_args_size;
-  int64_t rope_store_args_size;
-  void (*linear)(Pool*, const LinearArgs*);
-  void (*attention)(Pool*, const AttentionArgs*);
-  void (*rope_store)(Pool*, const RopeStoreArgs*);
+#define FS_SIZE(name, Args) int64_t name##_args_size;
+  FS_OPERATIONS(FS_SIZE)
+#undef FS_SIZE
+#define FS_FUNCTION(name, Args) void (*name)(Pool*, const Args*);
+  FS_OPERATIONS(FS_FUNCTION)
+#undef FS_FUNCTION
 };
 
 // Null where this processor, or this kernel's permission to use AMX, does not allow it.

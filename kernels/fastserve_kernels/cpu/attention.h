@@ -43,11 +43,14 @@ class AttentionTile {
     for (int r = 0; r < rows_; ++r) {
       __builtin_memcpy(queries_ + r * head_dim, a_.q + offset(r, a_.ld_q), static_cast<size_t>(head_dim) * 2);
       maxima_[r] = -__builtin_inff();
+      positions_[r] = first_position_ + (first_row_ + r) / group_;
+      const int64_t first_key = positions_[r] - a_.window + 1;
+      first_keys_[r] = a_.window > 0 && first_key > 0 ? first_key : 0;
     }
     __builtin_memset(sums_, 0, static_cast<size_t>(kMaxRows * (head_dim + 16)) * sizeof(float));
     const AttentionDot dots(rows_, head_dim);
-    const int64_t last = position(rows_ - 1);
-    for (int64_t base = first_key(0) / kSuperblock * kSuperblock; base <= last; base += kSuperblock) {
+    const int64_t last = positions_[rows_ - 1];
+    for (int64_t base = first_keys_[0] / kSuperblock * kSuperblock; base <= last; base += kSuperblock) {
       superblock(dots, base, last);
     }
     for (int r = 0; r < rows_; ++r) finish(r);
@@ -57,16 +60,10 @@ class AttentionTile {
   static constexpr int kMaxRows = AttentionDot::kRows;
 
   // Row r of the tile is one head of one token: heads of the group run fastest, so that positions ascend.
-  int64_t position(int r) const { return first_position_ + (first_row_ + r) / group_; }
   int64_t offset(int r, int64_t ld) const {
     const int64_t row = first_row_ + r;
     return (first_token_ + row / group_) * ld + (kv_head_ * group_ + row % group_) * a_.kv.head_dim;
   }
-  int64_t first_key(int r) const {
-    const int64_t first = position(r) - a_.window + 1;
-    return a_.window > 0 && first > 0 ? first : 0;
-  }
-
   void superblock(const AttentionDot& dots, int64_t base, int64_t last) {
     const int64_t tokens = last + 1 - base;
     const int num_pages = tokens >= kSuperblock ? kPages : static_cast<int>((tokens + kPageTokens - 1) / kPageTokens);
@@ -84,7 +81,7 @@ class AttentionTile {
     if (a_.softcap > 0) {
       for (F16& v : s) v = mul(tanh(div(v, splat(a_.softcap))), splat(a_.softcap));
     }
-    if (first_key(r) > base || position(r) < base + kSuperblock - 1) mask(r, base, s);
+    if (first_keys_[r] > base || positions_[r] < base + kSuperblock - 1) mask(r, base, s);
 
     const float maximum = __builtin_fmaxf(maxima_[r], reduce_max(max(max(s[0], s[1]), max(s[2], s[3]))));
     // A row whose keys all lie in later superblocks has no maximum yet; any finite one gives it weights of 0.
@@ -97,15 +94,15 @@ class AttentionTile {
       rescale(r, decay);
       maxima_[r] = maximum;
     }
-    for (int p = 0; p < kPages; ++p) {
-      store(weights + p * 16, exp(sub(s[p], shift)));
-      total = add(total, load(weights + p * 16));  // what is summed is what multiplies V
-    }
+#pragma GCC unroll 4
+    for (int p = 0; p < kPages; ++p) store(weights + p * 16, exp(sub(s[p], shift)));
+#pragma GCC unroll 4
+    for (int p = 0; p < kPages; ++p) total = add(total, load(weights + p * 16));  // summed is what multiplies V
     store(totals_ + r * 16, total);
   }
 
   void mask(int r, int64_t base, F16* s) const {
-    const float first = static_cast<float>(first_key(r) - base), last = static_cast<float>(position(r) - base);
+    const float first = static_cast<float>(first_keys_[r] - base), last = static_cast<float>(positions_[r] - base);
     for (int p = 0; p < kPages; ++p) {
       const F16 key = add(iota(), splat(static_cast<float>(p * kPageTokens)));
       s[p] = minus_infinity_unless(s[p], key, splat(first), splat(last));
@@ -134,6 +131,8 @@ class AttentionTile {
   float* totals_;    // [rows][16]: the weights' sum, per lane
   bf16* weights_;    // [rows][64]
   bf16* queries_;    // [rows][head_dim]
+  int64_t positions_[kMaxRows];
+  int64_t first_keys_[kMaxRows];  // seen by the row
   float maxima_[kMaxRows];
 };
 

@@ -9,4 +9,6 @@
 #include "rope_store.h"
 #include "attention_dot_amx.h"
 #include "attention.h"
+#include "elementwise.h"
+#include "all_reduce.h"
 #include "table.h"

@@ -8,4 +8,6 @@
 #include "rope_store.h"
 #include "attention_dot.h"
 #include "attention.h"
+#include "elementwise.h"
+#include "all_reduce.h"
 #include "table.h"

@@ -42,7 +42,7 @@ static inline F16 tanh(F16 x) {  // 1 - 2 / (exp(2x) + 1)
   return sub(splat(1.0f), div(splat(2.0f), add(e, splat(1.0f))));
 }
 
-static inline F16 silu(F16 x) { return div(x, add(splat(1.0f), exp(sub(zero(), x)))); }
+static inline F16 silu(F16 x) { return mul(x, div(splat(1.0f), add(splat(1.0f), exp(sub(zero(), x))))); }
 
 static inline F16 gelu_tanh(F16 x) {
   const F16 cubic = fma(mul(mul(x, x), x), splat(0.044715f), x);

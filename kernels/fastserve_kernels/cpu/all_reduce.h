@@ -1,0 +1,123 @@
+// Sums and gathers among the processes of one node, through memory they share.
+//
+// The segment: one cache line per rank that counts its arrivals, then two buffers of one slot per rank. A call
+// writes the rank's slot, announces it, waits for the others and reads their slots. The buffers alternate between
+// calls: who writes a buffer again has seen every rank arrive at the call between, so nobody still reads it.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include "abi.h"
+
+namespace fastserve {
+namespace FS_ISA {
+
+class SharedCall {
+ public:
+  explicit SharedCall(SharedGroup& group)
+      : g_(group),
+        buffer_(g_.segment + g_.num_ranks * 64 + (g_.num_calls++ & 1) * g_.num_ranks * g_.slot_bytes) {}
+
+  uint8_t* slot(int64_t rank) const { return buffer_ + rank * g_.slot_bytes; }
+
+  // Returns when every rank has called it as often as this one.
+  void meet() {
+    const uint64_t target = ++g_.num_arrivals;
+    __atomic_store_n(counter(g_.rank), target, __ATOMIC_RELEASE);
+    for (int64_t rank = 0; rank < g_.num_ranks; ++rank) {
+      for (int64_t spins = 0; __atomic_load_n(counter(rank), __ATOMIC_ACQUIRE) < target; ++spins) relax(spins);
+    }
+  }
+
+ private:
+  static constexpr int64_t kPauses = 400;   // some 10 us
+  static constexpr int64_t kYields = 5000;  // some ms, in which others run if there are more ranks than cores
+
+  uint64_t* counter(int64_t rank) const { return reinterpret_cast<uint64_t*>(g_.segment + rank * 64); }
+
+  static void relax(int64_t spins) {
+    if (spins < kPauses) return _mm_pause();
+    if (spins < kPauses + kYields) return static_cast<void>(sched_yield());
+    const timespec nap = {0, 50'000};
+    nanosleep(&nap, nullptr);
+  }
+
+  SharedGroup& g_;
+  uint8_t* buffer_;
+};
+
+template <class T>
+static inline void sum_slots(const SharedCall& call, int64_t num_ranks, int64_t begin, int64_t end, T* out) {
+  for (int64_t i = begin; i < end; i += 16) {
+    F16 sum = zero();
+    for (int64_t rank = 0; rank < num_ranks; ++rank) {
+      sum = add(sum, load_first(reinterpret_cast<const T*>(call.slot(rank)) + i, end - i));
+    }
+    store_first(out + i, sum, end - i);
+  }
+}
+
+// Large sums are shared out: each rank adds one part and all read the parts. The result is the same either way.
+template <class T>
+static void all_reduce_piece(SharedGroup& group, T* x, int64_t n) {
+  constexpr size_t kShareOut = 32 << 10;
+  SharedCall call(group);
+  const size_t bytes = static_cast<size_t>(n) * sizeof(T);
+  __builtin_memcpy(call.slot(group.rank), x, bytes);
+  call.meet();
+  if (bytes < kShareOut) return sum_slots(call, group.num_ranks, 0, n, x);
+
+  const auto part = [&](int64_t rank) { return n / 16 * rank / group.num_ranks * 16; };
+  const auto part_end = [&](int64_t rank) { return rank + 1 == group.num_ranks ? n : part(rank + 1); };
+  // Nobody else reads this rank's part of this rank's slot.
+  sum_slots(call, group.num_ranks, part(group.rank), part_end(group.rank), reinterpret_cast<T*>(call.slot(group.rank)));
+  call.meet();
+  for (int64_t rank = 0; rank < group.num_ranks; ++rank) {
+    const T* sums = reinterpret_cast<const T*>(call.slot(rank));
+    __builtin_memcpy(x + part(rank), sums + part(rank), static_cast<size_t>(part_end(rank) - part(rank)) * sizeof(T));
+  }
+}
+
+template <class T>
+static void all_reduce_pieces(SharedGroup& group, T* x, int64_t n) {
+  const int64_t piece = group.slot_bytes / static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < n; i += piece) all_reduce_piece(group, x + i, n - i < piece ? n - i : piece);
+}
+
+static void all_reduce(Pool* pool, const AllReduceArgs* a) {
+  const Region region(pool);
+  if (a->is_float) {
+    all_reduce_pieces(*a->group, static_cast<float*>(a->x), a->n);
+  } else {
+    all_reduce_pieces(*a->group, static_cast<bf16*>(a->x), a->n);
+  }
+}
+
+static void all_gather(Pool* pool, const AllGatherArgs* a) {
+  const Region region(pool);
+  SharedGroup& group = *a->group;
+  const int64_t width = a->row_bytes < group.slot_bytes ? a->row_bytes : group.slot_bytes;
+  const int64_t rows_at_once = width > 0 ? group.slot_bytes / width : 1;
+  for (int64_t row = 0; row < a->rows; row += rows_at_once) {
+    const int64_t rows = a->rows - row < rows_at_once ? a->rows - row : rows_at_once;
+    for (int64_t column = 0; column < a->row_bytes; column += width) {
+      const int64_t bytes = a->row_bytes - column < width ? a->row_bytes - column : width;
+      SharedCall call(group);
+      const auto copy = [&](uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from_stride) {
+        for (int64_t r = 0; r < rows; ++r) {
+          __builtin_memcpy(to + r * to_stride, from + r * from_stride, static_cast<size_t>(bytes));
+        }
+      };
+      copy(call.slot(group.rank), bytes, a->x + row * a->row_bytes + column, a->row_bytes);
+      call.meet();
+      const int64_t out_stride = group.num_ranks * a->row_bytes;
+      for (int64_t rank = 0; rank < group.num_ranks; ++rank) {
+        copy(a->out + row * out_stride + rank * a->row_bytes + column, out_stride, call.slot(rank), bytes);
+      }
+    }
+  }
+}
+
+}  // namespace FS_ISA
+}  // namespace fastserve

@@ -1,0 +1,100 @@
+// Operations on rows: norms, gates, gathers, the largest of a row, copies of KV blocks.
+#pragma once
+
+#include "abi.h"
+
+namespace fastserve {
+namespace FS_ISA {
+
+// Pieces of about 16,000 elements: below that, waking a second thread costs more than it brings.
+static inline int64_t rows_per_piece(int64_t n) { return n >= 16384 ? 1 : 16384 / (n > 0 ? n : 1); }
+
+static void rms_norm(Pool* pool, const RmsNormArgs* args) {
+  const Region region(pool);
+  const RmsNormArgs& a = *args;
+  parallel_for(pool, a.rows, rows_per_piece(a.n), [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const bf16* x = a.x + r * a.ld_x;
+      if (a.residual != nullptr) {
+        bf16* residual = a.residual + r * a.ld_residual;
+        for (int64_t i = 0; i < a.n; i += 16) {
+          store_first(residual + i, add(load_first(residual + i, a.n - i), load_first(x + i, a.n - i)), a.n - i);
+        }
+        x = residual;
+      }
+      rms_norm_row(x, a.weight, a.eps, a.out + r * a.ld_out, a.n);
+    }
+  });
+}
+
+static void gate_mul(Pool* pool, const GateMulArgs* args) {
+  const Region region(pool);
+  const GateMulArgs& a = *args;
+  parallel_for(pool, a.rows, rows_per_piece(a.n), [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const bf16* x = a.gate + r * a.ld_gate;
+      const bf16* up = a.up + r * a.ld_up;
+      for (int64_t i = 0; i < a.n; i += 16) {
+        const F16 y = mul(gate(load_first(x + i, a.n - i), a.activation), load_first(up + i, a.n - i));
+        store_first(a.out + r * a.ld_out + i, y, a.n - i);
+      }
+    }
+  });
+}
+
+static void embedding(Pool* pool, const EmbeddingArgs* args) {
+  const Region region(pool);
+  const EmbeddingArgs& a = *args;
+  parallel_for(pool, a.num_ids, rows_per_piece(a.n), [&](int64_t begin, int64_t end, int) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t row = a.ids[t] - a.first_id;
+      bf16* out = a.out + t * a.ld_out;
+      if (row < 0 || row >= a.num_rows) {
+        __builtin_memset(out, 0, static_cast<size_t>(a.n) * sizeof(bf16));
+        continue;
+      }
+      const bf16* source = a.table + row * a.ld_table;
+      if (a.scale == 1.0f) {
+        __builtin_memcpy(out, source, static_cast<size_t>(a.n) * sizeof(bf16));
+        continue;
+      }
+      for (int64_t i = 0; i < a.n; i += 16) {
+        store_first(out + i, mul(load_first(source + i, a.n - i), splat(a.scale)), a.n - i);
+      }
+    }
+  });
+}
+
+// Two passes, the first of which only compares whole vectors: at vocabulary length it runs at memory speed.
+static inline int64_t argmax_row(const float* x, int64_t n) {
+  F16 best = splat(-__builtin_inff());
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) best = max(load(x + i), best);  // of a NaN and b, max gives b
+  float largest = reduce_max(best);
+  for (; i < n; ++i) largest = x[i] > largest ? x[i] : largest;
+  for (i = 0; i < n; ++i) {
+    if (x[i] == largest) return i;
+  }
+  return 0;  // all NaN
+}
+
+static void argmax(Pool* pool, const ArgmaxArgs* args) {
+  const Region region(pool);
+  parallel_for(pool, args->rows, rows_per_piece(args->n), [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) args->out[r] = argmax_row(args->x + r * args->ld_x, args->n);
+  });
+}
+
+static void copy_blocks(Pool* pool, const CopyBlocksArgs* args) {
+  const Region region(pool);
+  const CopyBlocksArgs& a = *args;
+  parallel_for(pool, a.num_pairs, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      __builtin_memcpy(a.target + a.pairs[2 * i + 1] * a.block_bytes, a.source + a.pairs[2 * i] * a.block_bytes,
+                       static_cast<size_t>(a.block_bytes));
+    }
+  });
+}
+
+}  // namespace FS_ISA
+}  // namespace fastserve
