@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +17,10 @@ from fastserve_hpc.stats import summarise
 def main(batch_file: str, interactive_file: str) -> None:
     batch = json.loads(Path(batch_file).read_text())
     questions = [json.loads(line) for line in Path(interactive_file).read_text().splitlines()]
-    table = Table("", "requests", "tokens/s", "TTFT p50", "TTFT p95", "latency p50", "latency p95")
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for heading in ("requests", "tokens/s", "TTFT p50", "p95", "latency p50", "p95"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_row("batch", str(batch["requests"]), f"{batch['output_tokens_per_s']:.1f}", *_times(batch))
     table.add_row("interactive", str(len(questions)), f"{_rate(questions):.1f}", *_times(_interactive(questions)))
     console = Console(highlight=False)
