@@ -1,0 +1,77 @@
+"""Random arrivals, aborts and results, under memory pressure: the laws hold after every step (see `scheduling`)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from scheduling import POLICIES, Ranks, request
+
+from fastserve_hpc.errors import RequestError
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    ranks: Ranks
+
+    @initialize(
+        num_stages=st.integers(1, 3),
+        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(5, 24),
+        max_batch=st.integers(1, 8),
+        max_batch_tokens=st.integers(1, 32),
+        policy=st.sampled_from(sorted(POLICIES)),
+    )
+    def start(self, **limits: Any) -> None:
+        self.ranks = Ranks(**limits)
+
+    @rule(
+        lengths=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 24)), min_size=1, max_size=6),
+        min_tokens=st.sampled_from([0, 0, 7]),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
+        stops=st.sampled_from([(256,), (), (32, 256)]),
+    )
+    def arrive(self, lengths: list[tuple[int, int]], min_tokens: int, **sampling: Any) -> None:
+        for prompt_len, max_tokens in lengths:
+            new = request(
+                len(self.ranks.requests),
+                prompt_len,
+                max_tokens,
+                min_tokens=min(min_tokens, max_tokens),
+                prompt_logprobs=sampling["prompt_logprobs"],
+                stop_token_ids=sampling["stops"],
+            )
+            fits = self.ranks.scheduler.kv.blocks_for(prompt_len + max_tokens - 1) <= self.ranks.scheduler.kv.num_total
+            with nullcontext() if fits else pytest.raises(RequestError, match="--device-kv"):
+                self.ranks.add(new)
+
+    @rule()
+    def schedule(self) -> None:
+        self.ranks.schedule()
+
+    @precondition(lambda self: self.ranks.num_in_flight)
+    @rule()
+    def land(self) -> None:
+        self.ranks.land()
+
+    @precondition(lambda self: self.ranks.scheduler.request_ids())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.ranks.abort(data.draw(st.sampled_from(self.ranks.scheduler.request_ids())))
+
+    @rule(turns=st.integers(1, 12))
+    def go_on(self, turns: int) -> None:
+        for _ in range(turns):
+            if self.ranks.schedule() is None and self.ranks.num_in_flight:
+                self.ranks.land()
+
+    def teardown(self) -> None:
+        if hasattr(self, "ranks"):
+            self.ranks.run(max_plans=20_000)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
