@@ -27,6 +27,15 @@ class Fields:
             raise self.error(key, "a whole number of at least 1")
         return value
 
+    def count_or_quotient(self, key: str, total: str, parts: str) -> int:
+        """`key`, or where that is missing total / parts, which must go in evenly."""
+        if self.get(key) is not None:
+            return self.count(key)
+        quotient, rest = divmod(self.count(total), self.count(parts))
+        if rest or not quotient:
+            raise ModelError(f"{self.place}: {total} {self.get(total)} is not a multiple of {parts} {self.get(parts)}")
+        return quotient
+
     def number(self, key: str, default: float | object = _MISSING) -> float:
         """A number above 0."""
         value = self._value(key, default)

@@ -50,6 +50,13 @@ class ModelSpec:
     """What the files hold, as a torch name ("bfloat16"); None where they do not say or are quantised."""
     eos_token_ids: tuple[int, ...] = ()
 
+    def check(self, place: str) -> None:
+        """Raise `ModelError` naming `place` where the head counts and sizes contradict each other."""
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{place}: {self.num_heads} heads are not a multiple of {self.num_kv_heads} KV heads")
+        if self.head_dim % 2:
+            raise ModelError(f"{place}: the head size {self.head_dim} is odd, so its dimensions cannot be paired")
+
     def check_tp(self, tp_size: int) -> None:
         """Raise `ModelError` with the sizes that work, unless `tp_size` ranks can share the attention heads."""
         if tp_size not in (sizes := self.tp_sizes()):

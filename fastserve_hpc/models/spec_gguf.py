@@ -27,14 +27,15 @@ def from_header(header: GGUFHeader) -> ModelSpec:
     architecture = by_gguf(general, place)
     fields = Fields(place, header.metadata)
     prefix = f"{general}."
-    num_heads, hidden_size = fields.count(prefix + "attention.head_count"), fields.count(prefix + "embedding_length")
-    head_dim = fields.count(prefix + "attention.key_length", hidden_size // num_heads)
+    embedding_length, head_count = prefix + "embedding_length", prefix + "attention.head_count"
+    num_heads = fields.count(head_count)
+    head_dim = fields.count_or_quotient(prefix + "attention.key_length", embedding_length, head_count)
     _refuse_variants(fields, prefix, head_dim)
-    return ModelSpec(
+    spec = ModelSpec(
         name=header.path.stem,
         architecture=architecture,
         num_layers=fields.count(prefix + "block_count"),
-        hidden_size=hidden_size,
+        hidden_size=fields.count(embedding_length),
         num_heads=num_heads,
         num_kv_heads=fields.count(prefix + "attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -48,6 +49,8 @@ def from_header(header: GGUFHeader) -> ModelSpec:
         mlp_bias="blk.0.ffn_gate.bias" in header.tensors,
         eos_token_ids=_eos(header.metadata, fields),
     )
+    spec.check(place)
+    return spec
 
 
 def _refuse_variants(fields: Fields, prefix: str, head_dim: int) -> None:

@@ -14,18 +14,19 @@ from fastserve_hpc.models.spec import ModelSpec, RopeSpec
 def read(directory: Path) -> ModelSpec:
     """Raises `ModelError` naming file and key."""
     config = _fields(directory / "config.json")
-    architectures = config.get("architectures") or [None]
-    architecture = by_config(config.get("model_type"), architectures[0], config.place)
+    architectures = config.get("architectures")
+    causal_lm = architectures[0] if isinstance(architectures, list) and architectures else None
+    architecture = by_config(config.get("model_type"), causal_lm, config.place)
     _refuse_variants(config)
-    num_heads, hidden_size = config.count("num_attention_heads"), config.count("hidden_size")
-    return ModelSpec(
+    num_heads = config.count("num_attention_heads")
+    spec = ModelSpec(
         name=directory.resolve().name,
         architecture=architecture,
         num_layers=config.count("num_hidden_layers"),
-        hidden_size=hidden_size,
+        hidden_size=config.count("hidden_size"),
         num_heads=num_heads,
         num_kv_heads=config.count("num_key_value_heads", num_heads),
-        head_dim=config.count("head_dim", hidden_size // num_heads),
+        head_dim=config.count_or_quotient("head_dim", "hidden_size", "num_attention_heads"),
         intermediate_size=config.count("intermediate_size"),
         vocab_size=config.count("vocab_size"),
         max_position=config.count("max_position_embeddings", 2048),
@@ -37,6 +38,8 @@ def read(directory: Path) -> ModelSpec:
         dtype=config.get("dtype") or config.get("torch_dtype"),
         eos_token_ids=_eos(directory, config),
     )
+    spec.check(config.place)
+    return spec
 
 
 def _fields(path: Path) -> Fields:
