@@ -126,3 +126,5 @@ class TokenDelta(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     error: str | None = None
     """With finish_reason "error": what went wrong, for the client to read."""
+    error_code: str = "internal"
+    """With `error`: its kind, stable for programs (`protocol.Failed`)."""

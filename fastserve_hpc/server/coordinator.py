@@ -196,7 +196,8 @@ class Coordinator:
                 raise RequestError("the server is draining and takes no more requests", code="draining")
             self._scheduler.add(request, self._clock())
         except RequestError as error:
-            self._deltas.append(TokenDelta(request.request_id, finish_reason="error", error=str(error)))
+            refusal = TokenDelta(request.request_id, finish_reason="error", error=str(error), error_code=error.code)
+            self._deltas.append(refusal)
 
     def _take_drains(self) -> None:
         try:

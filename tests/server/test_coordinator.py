@@ -1,0 +1,363 @@
+"""The loop of rank 0: with one rank, with a second one that answers late, idle, draining, failing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import pytest
+from scheduling import request
+
+from fastserve_hpc.core.engine import BlockUsage
+from fastserve_hpc.core.kv_manager import KvManager
+from fastserve_hpc.core.plan import IterationPlan, RankReport, TokenDelta
+from fastserve_hpc.core.policy.fcfs import Fcfs
+from fastserve_hpc.core.request import Request
+from fastserve_hpc.core.scheduler import Scheduler
+from fastserve_hpc.parallel.control import LocalControl
+from fastserve_hpc.parallel.idle import Backoff
+from fastserve_hpc.server.coordinator import IDLE_POLL_S, Coordinator, EngineInfo
+from fastserve_hpc.server.local_queue import queue_pair
+from fastserve_hpc.server.queues import EngineCommands, EngineOutput
+from fastserve_hpc.worker.fake import FakeWorker, answer
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+
+Turn = EngineCommands | Callable[[], None] | None
+
+
+class Script:
+    """A command queue that plays one entry a turn: commands, something to do, or nothing; then drains."""
+
+    def __init__(self, *turns: Turn):
+        self.turns = deque(turns)
+        self.outputs: list[EngineOutput] = []
+        self.timeouts: list[float] = []
+
+    def poll(self, timeout_s: float = 0.0) -> list[EngineCommands]:
+        self.timeouts.append(timeout_s)
+        if not self.turns:
+            return [EngineCommands(drain="finish")]
+        entry = self.turns.popleft()
+        if isinstance(entry, EngineCommands):
+            return [entry]
+        if entry is not None:
+            entry()
+        return []
+
+    def send(self, output: EngineOutput) -> None:
+        assert output != EngineOutput(), "an empty message"
+        self.outputs.append(output)
+
+    @property
+    def deltas(self) -> list[TokenDelta]:
+        return [delta for output in self.outputs for delta in output.deltas]
+
+    def tokens(self, request_id: int) -> tuple[int, ...]:
+        return tuple(t for delta in self.deltas if delta.request_id == request_id for t in delta.token_ids)
+
+    @property
+    def reasons(self) -> dict[int, str]:
+        return {delta.request_id: delta.finish_reason for delta in self.deltas if delta.finish_reason is not None}
+
+    @property
+    def states(self) -> list[str]:
+        return [output.state for output in self.outputs if output.state is not None]
+
+
+class SecondRank:
+    """The control plane to the last stage, which computes a plan `lag` looks after it was published."""
+
+    def __init__(self, lag: int = 3):
+        self.worker = FakeWorker(BLOCK_SIZE, NUM_BLOCKS, rank=1)
+        self.published: list[IterationPlan] = []
+        self.max_waiting = 0
+        self._lag = lag
+        self._looks = 0
+        self._waiting: deque[tuple[int, IterationPlan]] = deque()
+
+    def publish(self, plan: IterationPlan) -> None:
+        self.published.append(plan)
+        self._waiting.append((self._looks + self._lag, plan))
+        self.max_waiting = max(self.max_waiting, sum(bool(plan.slices) for _, plan in self._waiting))
+
+    def collect(self) -> list[RankReport]:
+        self._looks += 1
+        reports = []
+        while self._waiting and self._waiting[0][0] <= self._looks:
+            reports.append(self.worker.execute(self._waiting.popleft()[1]))
+        return reports
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class CountedBackoff:
+    def __init__(self) -> None:
+        self.num_pauses = 0
+
+    def pause(self) -> None:
+        self.num_pauses += 1
+
+    def reset(self) -> None:
+        """Begins anew."""
+
+
+class Clock:
+    """Seconds that pass as told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Setup:
+    """A coordinator and all that it is given."""
+
+    def __init__(
+        self,
+        *turns: Turn,
+        second: SecondRank | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        check_abort: Callable[[], None] = lambda: None,
+        num_blocks: int = NUM_BLOCKS,
+    ):
+        self.queue = Script(*turns)
+        self.second = second
+        self.worker = FakeWorker(BLOCK_SIZE, num_blocks, has_result=second is None)
+        self.backoff = CountedBackoff()
+        num_stages = 1 if second is None else 2
+        kv = KvManager(num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(Fcfs(), kv, max_batch=8, max_batch_tokens=32, num_stages=num_stages)
+        self.coordinator = Coordinator(
+            self.scheduler,
+            second or LocalControl(),
+            self.worker,
+            self.queue,
+            EngineInfo("fake", 512, pp=num_stages),
+            self.backoff,
+            drain_s=10.0,
+            check_abort=check_abort,
+            clock=clock,
+        )
+
+    def run(self) -> Script:
+        self.coordinator.run()
+        assert self.queue.states[0] == "ready"
+        assert self.queue.states[-1] == "ended"
+        assert self.queue.outputs[-1] == EngineOutput(state="ended")
+        assert self.scheduler.is_idle
+        assert self.scheduler.kv.num_used == 0
+        assert self.worker.request_ids == []
+        return self.queue
+
+
+def submit(*requests: Request) -> EngineCommands:
+    return EngineCommands(requests=list(requests))
+
+
+def right_answers(queue: Script, requests: Iterable[Request]) -> bool:
+    return all(queue.tokens(r.request_id) == answer(r.prompt, r.sampling) for r in requests)
+
+
+def test_one_rank_streams_every_token_as_it_comes():
+    requests = [request(i, max_tokens=5 + i, stop_token_ids=()) for i in range(3)]
+    queue = Setup(submit(*requests)).run()
+    assert right_answers(queue, requests)
+    assert queue.reasons == dict.fromkeys(range(3), "length")
+    assert max(len(output.deltas) for output in queue.outputs) == 3, "one message an iteration"
+    assert queue.states == ["ready", "draining", "ended"]
+
+
+def test_a_second_rank_keeps_two_plans_in_flight():
+    requests = [request(i, max_tokens=20) for i in range(6)]
+    second = SecondRank(lag=5)
+    setup = Setup(submit(*requests), second=second)
+    queue = setup.run()
+    assert right_answers(queue, requests)
+    assert second.max_waiting == 2
+    assert setup.backoff.num_pauses > 0, "it must not spin while results are awaited"
+    assert second.published[-1].shutdown
+    assert [plan.plan_id for plan in second.published] == list(range(1, len(second.published) + 1))
+
+
+def test_progress_streams_while_the_rank_computes_and_does_not_schedule():
+    second = SecondRank(lag=1)
+    setup = Setup(submit(*(request(i, max_tokens=6, stop_token_ids=()) for i in range(4))), second=second)
+    execute, seen = setup.worker.execute, []
+
+    def execute_with_hook(plan: IterationPlan) -> RankReport:
+        before = len(second.published), len(setup.queue.deltas)
+        setup.coordinator.progress()
+        assert len(second.published) == before[0]
+        seen.append(len(setup.queue.deltas) - before[1])
+        return execute(plan)
+
+    setup.worker.execute = execute_with_hook  # type: ignore[method-assign]
+    setup.run()
+    assert sum(seen) > 0
+
+
+def test_a_cancelled_request_is_not_heard_of_again():
+    requests = [request(i, max_tokens=30, stop_token_ids=()) for i in range(2)]
+    cancel = EngineCommands(cancelled=[0, 77])
+    queue = Setup(submit(*requests), None, cancel).run()
+    last = max(i for i, output in enumerate(queue.outputs) if any(d.request_id == 0 for d in output.deltas))
+    assert queue.reasons == {1: "length"}
+    assert len(queue.tokens(0)) == 2
+    assert last < len(queue.outputs) - 20
+
+
+def test_submitted_and_cancelled_in_one_message_leaves_nothing():
+    queue = Setup(EngineCommands(requests=[request(1)], cancelled=[1])).run()
+    assert queue.deltas == []
+
+
+def test_a_request_that_never_fits_is_told_why():
+    queue = Setup(submit(request(1, prompt_len=30, max_tokens=40), request(2, max_tokens=3)), num_blocks=16).run()
+    refusal = next(delta for delta in queue.deltas if delta.request_id == 1)
+    assert refusal.finish_reason == "error"
+    assert refusal.error_code == "context_length_exceeded"
+    assert refusal.error is not None
+    assert "need 18 KV blocks" in refusal.error
+    assert queue.reasons[2] in ("length", "stop")
+
+
+def test_status():
+    clock = Clock()
+    requests = [request(i, prompt_len=5, max_tokens=8, stop_token_ids=()) for i in range(9)]
+
+    def later() -> None:
+        clock.now += 2.5
+
+    queue = Setup(submit(*requests), later, None, EngineCommands(wants_status=True), clock=clock).run()
+    (status,) = [output.status for output in queue.outputs if output.status is not None]
+    assert (status.state, status.model, status.max_model_len, status.policy) == ("ready", "fake", 512, "fcfs")
+    assert (status.world_size, status.tp, status.pp) == (1, 1, 1)
+    assert (status.running, status.waiting, status.preemptions) == (8, 1, 0)
+    assert (status.device_blocks, status.host_blocks) == (BlockUsage(NUM_BLOCKS, 16), BlockUsage(0, 0))
+    assert (status.uptime_s, status.iterations) == (2.5, 3)
+    assert (status.prompt_tokens, status.output_tokens) == (40, 6 + 8 + 8)
+    assert status.details["min_free_bytes"] == 2**30
+
+
+class TestDrain:
+    def test_finish_ends_what_was_taken_and_refuses_the_rest(self):
+        drain = EngineCommands(drain="finish", requests=[request(2)])
+        setup = Setup(submit(request(1, max_tokens=9, stop_token_ids=())), None, drain, submit(request(3)))
+        queue = setup.run()
+        assert queue.reasons[1] == "length"
+        assert queue.reasons[2] in ("length", "stop"), "it came before the drain"
+        refusal = next(delta for delta in queue.deltas if delta.request_id == 3)
+        assert (refusal.finish_reason, refusal.error_code) == ("error", "draining")
+        assert setup.coordinator.num_cancelled == 0
+        assert queue.states == ["ready", "draining", "ended"]
+
+    @pytest.mark.parametrize("second", [None, SecondRank()])
+    def test_now_cancels_everything(self, second: SecondRank | None):
+        requests = [request(i, max_tokens=50, stop_token_ids=()) for i in range(12)]
+        setup = Setup(submit(*requests), None, EngineCommands(drain="now"), second=second)
+        queue = setup.run()
+        assert queue.reasons == dict.fromkeys(range(12), "cancelled")
+        assert setup.coordinator.num_cancelled == 12
+
+    def test_finish_is_bounded(self):
+        clock = Clock()
+
+        def later() -> None:
+            clock.now += 9.0
+
+        turns = (None, EngineCommands(drain="finish"), later, None, later, None)
+        setup = Setup(submit(request(1, max_tokens=200, stop_token_ids=())), *turns, clock=clock)
+        queue = setup.run()
+        assert queue.reasons == {1: "cancelled"}
+        assert len(queue.tokens(1)) == 5
+
+    def test_now_after_finish(self):
+        turns = (EngineCommands(drain="finish"), None, EngineCommands(drain="now"))
+        queue = Setup(submit(request(1, max_tokens=200, stop_token_ids=())), *turns).run()
+        assert queue.reasons == {1: "cancelled"}
+        assert queue.states == ["ready", "draining", "ended"]
+
+    def test_another_thread_may_ask(self):
+        setup = Setup(submit(request(1, max_tokens=200, stop_token_ids=())))
+
+        def ask() -> None:
+            thread = threading.Thread(target=setup.coordinator.request_drain, args=["now"])
+            thread.start()
+            thread.join()
+
+        setup.queue.turns.append(ask)
+        assert setup.run().reasons == {1: "cancelled"}
+
+
+def test_ready_comes_before_on_ready_and_commands():
+    setup = Setup()
+    seen: list[list[str]] = []
+    setup.coordinator.run(on_ready=lambda: seen.append(list(setup.queue.states)))
+    assert seen == [["ready"]]
+
+
+def test_what_the_worker_raises_goes_to_the_caller():
+    setup = Setup(submit(request(1)))
+
+    def execute(plan: IterationPlan) -> RankReport:
+        raise OSError(f"device lost in plan {plan.plan_id}")
+
+    setup.worker.execute = execute  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="device lost in plan 1"):
+        setup.coordinator.run()
+    assert setup.queue.states == ["ready"]
+
+
+def test_a_lost_rank_ends_the_wait_for_its_results():
+    second = SecondRank(lag=10**9)
+    num_checks = 0
+
+    def check_abort() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks > 50:
+            raise RuntimeError("rank 1 is gone")
+
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        Setup(submit(request(1)), second=second, check_abort=check_abort).run()
+
+
+def test_idle_it_waits_for_commands_and_busy_it_does_not():
+    queue = Setup(None, None, None, submit(request(1, max_tokens=3, stop_token_ids=())), None, None).run()
+    assert queue.timeouts[:4] == [0.0, IDLE_POLL_S, IDLE_POLL_S, IDLE_POLL_S]
+    assert queue.timeouts[4:] == [0.0, 0.0, 0.0]
+
+
+def test_over_a_real_queue_idle_is_cheap_and_a_drain_is_heard():
+    ours, theirs = queue_pair()
+    setup = Setup()
+    coordinator = Coordinator(
+        setup.scheduler, LocalControl(), setup.worker, ours, EngineInfo("fake", 512), Backoff(), drain_s=5.0
+    )
+    cpu: list[float] = []
+
+    def run() -> None:
+        begin = time.thread_time()
+        coordinator.run()
+        cpu.append(time.thread_time() - begin)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        theirs.send(submit(request(1, max_tokens=4, stop_token_ids=())))
+        time.sleep(1.0)
+    finally:
+        coordinator.request_drain("finish")
+        thread.join(timeout=5.0)
+    assert not thread.is_alive()
+    outputs = theirs.receive()
+    assert [d.request_id for output in outputs for d in output.deltas] == [1] * 4
+    assert outputs[-1].state == "ended"
+    assert cpu[0] < 0.1
