@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fastserve_hpc.worker.kv_cache import KVShape, KVSize
 
-FAKE_BLOCKS = 4096
+FAKE_BLOCKS = 65536
 _SPIN_COUNT = "10000"
 """Bounds how long idle OpenMP threads spin: with the default, a busy neighbour costs 8 ms per parallel region."""
 
