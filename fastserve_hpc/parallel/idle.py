@@ -35,10 +35,10 @@ class Backoff:
     """The pause between two polls: `sched_yield` for `spin_s`, then sleeps that grow up to `longest_s`.
 
     `reset()` when there was work. With the defaults an idle loop costs about 1 % of a core, and an
-    event after a long silence is seen within 4 ms.
+    event after a long silence is seen within 8 ms.
     """
 
-    def __init__(self, spin_s: float = SPIN_CROWDED_S, longest_s: float = 4e-3) -> None:
+    def __init__(self, spin_s: float = SPIN_CROWDED_S, longest_s: float = 8e-3) -> None:
         self._spin_s = spin_s
         self._longest_s = longest_s
         self._since: float | None = None
