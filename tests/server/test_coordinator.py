@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scheduling import request
 
 from fastserve_hpc.core.engine import BlockUsage
@@ -361,3 +363,45 @@ def test_over_a_real_queue_idle_is_cheap_and_a_drain_is_heard():
     assert [d.request_id for output in outputs for d in output.deltas] == [1] * 4
     assert outputs[-1].state == "ended"
     assert cpu[0] < 0.1
+
+
+lengths = st.lists(st.integers(1, 30), min_size=1, max_size=5)
+entries = st.one_of(
+    st.none(),
+    lengths,
+    st.builds(lambda request_id: EngineCommands(cancelled=[request_id]), st.integers(0, 40)),
+    st.builds(lambda mode: EngineCommands(drain=mode), st.sampled_from(["finish", "now"])),
+    st.just(EngineCommands(wants_status=True)),
+)
+
+
+def as_commands(script: list[list[int] | EngineCommands | None]) -> list[EngineCommands | None]:
+    """Lists of lengths become submits of requests with ids from 0."""
+    commands, num_requests = [], 0
+    for entry in script:
+        if isinstance(entry, list):
+            fresh = [request(num_requests + i, prompt_len=n, max_tokens=n) for i, n in enumerate(entry)]
+            num_requests += len(fresh)
+            commands.append(submit(*fresh))
+        else:
+            commands.append(entry)
+    return commands
+
+
+@settings(max_examples=60, deadline=None)
+@given(script=st.lists(entries, max_size=40), lag=st.none() | st.integers(1, 6), num_blocks=st.integers(8, 40))
+def test_every_request_gets_its_answer_and_one_end_or_was_cancelled(
+    script: list[list[int] | EngineCommands | None], lag: int | None, num_blocks: int
+):
+    commands = as_commands(script)
+    queue = Setup(*commands, second=None if lag is None else SecondRank(lag), num_blocks=num_blocks).run()
+    read = [c for c in commands[: len(commands) - len(queue.turns)] if c is not None]
+    requests = {r.request_id: r for c in read for r in c.requests}
+    cancelled = {request_id for c in read for request_id in c.cancelled}
+    ends = [delta.request_id for delta in queue.deltas if delta.finish_reason is not None]
+    assert len(ends) == len(set(ends))
+    assert requests.keys() - cancelled <= set(ends) <= requests.keys()
+    for request_id, wanted in requests.items():
+        tokens, whole = queue.tokens(request_id), answer(wanted.prompt, wanted.sampling)
+        assert tokens == whole[: len(tokens)]
+        assert queue.reasons.get(request_id) not in ("stop", "length") or tokens == whole
