@@ -124,6 +124,28 @@ class AllGatherArgs(ctypes.Structure):
     ]
 
 
+class DecoderLayerArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("input_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
+        *((name, POINTER) for name in ("q_norm", "k_norm", "qkv", "out", "gate_up", "down")),
+        *((name, POINTER) for name in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias", "cos", "sin")),
+        ("window", INT64),
+    ]
+
+
+class DecoderArgs(ctypes.Structure):
+    _fields_ = [
+        ("kv", KvView),
+        ("layers", ctypes.POINTER(DecoderLayerArgs)),
+        ("group", ctypes.POINTER(SharedGroupState)),
+        *((name, POINTER) for name in ("hidden", "positions", "slots", "block_tables", "query_start", "seq_lens")),
+        *((name, INT64) for name in ("ld_hidden", "ld_tables", "num_tokens", "num_sequences", "num_layers")),
+        *((name, INT64) for name in ("kv_layer_stride", "hidden_size", "intermediate_size", "num_heads")),
+        *((name, FLOAT) for name in ("norm_eps", "scale", "softcap")),
+        ("activation", INT32),
+    ]
+
+
 OPERATIONS: tuple[tuple[str, type[ctypes.Structure]], ...] = (
     ("linear", LinearArgs),
     ("attention", AttentionArgs),
@@ -135,6 +157,7 @@ OPERATIONS: tuple[tuple[str, type[ctypes.Structure]], ...] = (
     ("copy_blocks", CopyBlocksArgs),
     ("all_reduce", AllReduceArgs),
     ("all_gather", AllGatherArgs),
+    ("decoder", DecoderArgs),
 )
 """In the order of the C table: name and arguments of each operation."""
 

@@ -15,10 +15,6 @@ MAX_HEAD_DIM = 512
 class AttentionKernels(KernelBase):
     """rope_store writes the cache in the layout that paged_attention reads (cpu/abi.h)."""
 
-    def supports_cache(self, block_size: int, head_dim: int) -> bool:
-        """Whether attention and rope_store take such blocks."""
-        return block_size % PAGE_TOKENS == 0 and head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM
-
     def paged_attention(
         self,
         q: Tensor,
@@ -39,7 +35,7 @@ class AttentionKernels(KernelBase):
         sequence, this call's tokens included. `window` > 0: a token sees itself and window - 1 before it.
         A row's result depends on its position and the cache alone, not on chunks, neighbours or threads.
         """
-        view = self._view(kv)
+        view = cache_view(kv)
         out = torch.empty_like(q) if out is None else out
         for tensor in (block_tables, query_start, seq_lens):
             check(tensor.dtype == torch.int32 and tensor.stride(-1) == 1, "tables and lengths must be int32 rows")
@@ -87,7 +83,7 @@ class AttentionKernels(KernelBase):
         float32 [head_dim], an RMS norm per head before it. `positions`, `slots`: int64 [num_tokens], slot = block *
         block_size + offset; the tokens of one sequence follow each other.
         """
-        view = self._view(kv)
+        view = cache_view(kv)
         for part in (q, k, v):
             check(part.dtype == torch.bfloat16 and part.stride(1) == 1, "q, k and v must be bf16 rows")
         check(k.shape[1] == v.shape[1] == view.num_kv_heads * view.head_dim, "k and v must have the cache's heads")
@@ -112,12 +108,16 @@ class AttentionKernels(KernelBase):
         )
         self._run("rope_store", args)
 
-    def _view(self, kv: Tensor) -> KvView:
-        _, two, num_kv_heads, block_size, head_dim = kv.shape
-        check(
-            kv.dtype == torch.bfloat16 and two == 2,
-            "the cache must be bf16 [blocks, 2, kv_heads, block_size, head_dim]",
-        )
-        check(self.supports_cache(block_size, head_dim), "block_size and head_dim must be multiples of 16")
-        check(kv.stride(4) == 1 and kv.stride(3) == head_dim, "a block of one head must be contiguous")
-        return KvView(kv.data_ptr(), kv.stride(0), kv.stride(1), kv.stride(2), block_size, num_kv_heads, head_dim)
+
+def supports_cache(block_size: int, head_dim: int) -> bool:
+    """Whether attention and rope_store take such blocks."""
+    return block_size % PAGE_TOKENS == 0 and head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM
+
+
+def cache_view(kv: Tensor) -> KvView:
+    """One layer's [num_blocks, 2, num_kv_heads, block_size, head_dim] as C sees it. Raises ValueError."""
+    _, two, num_kv_heads, block_size, head_dim = kv.shape
+    check(kv.dtype == torch.bfloat16 and two == 2, "the cache must be bf16 [blocks, 2, kv_heads, block_size, head_dim]")
+    check(supports_cache(block_size, head_dim), "block_size and head_dim must be multiples of 16")
+    check(kv.stride(4) == 1 and kv.stride(3) == head_dim, "a block of one head must be contiguous")
+    return KvView(kv.data_ptr(), kv.stride(0), kv.stride(1), kv.stride(2), block_size, num_kv_heads, head_dim)

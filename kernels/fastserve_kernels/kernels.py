@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fastserve_kernels.attention import AttentionKernels
+from fastserve_kernels.decoder import DecoderKernels
 from fastserve_kernels.linear import LinearKernels
 from fastserve_kernels.rows import RowKernels
 from fastserve_kernels.shared import SharedKernels
 
 
-class Kernels(LinearKernels, AttentionKernels, RowKernels, SharedKernels):
+class Kernels(LinearKernels, AttentionKernels, RowKernels, SharedKernels, DecoderKernels):
     """Every operation of one instruction set."""

@@ -138,6 +138,30 @@ struct AllGatherArgs {
   int64_t rows, row_bytes;
 };
 
+// A decoder layer of the Llama kind: norm, attention, norm, gated MLP. A null pointer: the family has none such.
+struct DecoderLayer {
+  const float *input_norm, *mlp_norm;            // [hidden]
+  const float *attention_out_norm, *mlp_out_norm;  // [hidden]: on what is added to the hidden state
+  const float *q_norm, *k_norm;                  // [head_dim]
+  const bf16 *qkv, *out, *gate_up, *down;        // packed
+  const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias;
+  const float *cos, *sin;  // [positions, head_dim / 2]
+  int64_t window;
+};
+
+struct DecoderArgs {
+  KvView kv;  // of the first of these layers
+  const DecoderLayer* layers;
+  SharedGroup* group;  // sums the ranks' shares, or null for one rank
+  bf16* hidden;        // [num_tokens, hidden_size], the residual stream, updated
+  const int64_t *positions, *slots;                       // as RopeStoreArgs
+  const int32_t *block_tables, *query_start, *seq_lens;  // as AttentionArgs
+  int64_t ld_hidden, ld_tables, num_tokens, num_sequences, num_layers, kv_layer_stride;
+  int64_t hidden_size, intermediate_size, num_heads;  // of this rank's share
+  float norm_eps, scale, softcap;
+  int32_t activation;
+};
+
 // Every operation: its name and the struct it takes. abi.py lists the same, in this order.
 #define FS_OPERATIONS(OP)         \
   OP(linear, LinearArgs)           \
@@ -149,7 +173,8 @@ struct AllGatherArgs {
   OP(argmax, ArgmaxArgs)           \
   OP(copy_blocks, CopyBlocksArgs)  \
   OP(all_reduce, AllReduceArgs)    \
-  OP(all_gather, AllGatherArgs)
+  OP(all_gather, AllGatherArgs)   \
+  OP(decoder, DecoderArgs)
 
 struct Ops {
   const char* isa;

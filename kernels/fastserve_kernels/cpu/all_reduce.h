@@ -85,35 +85,33 @@ static void all_reduce_pieces(SharedGroup& group, T* x, int64_t n) {
   for (int64_t i = 0; i < n; i += piece) all_reduce_piece(group, x + i, n - i < piece ? n - i : piece);
 }
 
-static void all_reduce(Pool* pool, const AllReduceArgs* a) {
-  const Region region(pool);
-  if (a->is_float) {
-    all_reduce_pieces(*a->group, static_cast<float*>(a->x), a->n);
+static void all_reduce(Pool*, const AllReduceArgs& a) {
+  if (a.is_float) {
+    all_reduce_pieces(*a.group, static_cast<float*>(a.x), a.n);
   } else {
-    all_reduce_pieces(*a->group, static_cast<bf16*>(a->x), a->n);
+    all_reduce_pieces(*a.group, static_cast<bf16*>(a.x), a.n);
   }
 }
 
-static void all_gather(Pool* pool, const AllGatherArgs* a) {
-  const Region region(pool);
-  SharedGroup& group = *a->group;
-  const int64_t width = a->row_bytes < group.slot_bytes ? a->row_bytes : group.slot_bytes;
+static void all_gather(Pool*, const AllGatherArgs& a) {
+  SharedGroup& group = *a.group;
+  const int64_t width = a.row_bytes < group.slot_bytes ? a.row_bytes : group.slot_bytes;
   const int64_t rows_at_once = width > 0 ? group.slot_bytes / width : 1;
-  for (int64_t row = 0; row < a->rows; row += rows_at_once) {
-    const int64_t rows = a->rows - row < rows_at_once ? a->rows - row : rows_at_once;
-    for (int64_t column = 0; column < a->row_bytes; column += width) {
-      const int64_t bytes = a->row_bytes - column < width ? a->row_bytes - column : width;
+  for (int64_t row = 0; row < a.rows; row += rows_at_once) {
+    const int64_t rows = a.rows - row < rows_at_once ? a.rows - row : rows_at_once;
+    for (int64_t column = 0; column < a.row_bytes; column += width) {
+      const int64_t bytes = a.row_bytes - column < width ? a.row_bytes - column : width;
       SharedCall call(group);
       const auto copy = [&](uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from_stride) {
         for (int64_t r = 0; r < rows; ++r) {
           __builtin_memcpy(to + r * to_stride, from + r * from_stride, static_cast<size_t>(bytes));
         }
       };
-      copy(call.slot(group.rank), bytes, a->x + row * a->row_bytes + column, a->row_bytes);
+      copy(call.slot(group.rank), bytes, a.x + row * a.row_bytes + column, a.row_bytes);
       call.meet();
-      const int64_t out_stride = group.num_ranks * a->row_bytes;
+      const int64_t out_stride = group.num_ranks * a.row_bytes;
       for (int64_t rank = 0; rank < group.num_ranks; ++rank) {
-        copy(a->out + row * out_stride + rank * a->row_bytes + column, out_stride, call.slot(rank), bytes);
+        copy(a.out + row * out_stride + rank * a.row_bytes + column, out_stride, call.slot(rank), bytes);
       }
     }
   }

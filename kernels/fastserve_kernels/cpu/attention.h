@@ -136,9 +136,7 @@ class AttentionTile {
   float maxima_[kMaxRows];
 };
 
-static void attention(Pool* pool, const AttentionArgs* args) {
-  const Region region(pool);
-  const AttentionArgs& a = *args;
+static void attention(Pool* pool, const AttentionArgs& a) {
   const int64_t group = a.num_heads / a.kv.num_kv_heads;
   // tiles[s]: the number of tiles before sequence s, of one KV head
   int64_t* tiles = shared_scratch<int64_t>(pool, 0, a.num_sequences + 1);

@@ -9,9 +9,7 @@ namespace FS_ISA {
 // Pieces of about 16,000 elements: below that, waking a second thread costs more than it brings.
 static inline int64_t rows_per_piece(int64_t n) { return n >= 16384 ? 1 : 16384 / (n > 0 ? n : 1); }
 
-static void rms_norm(Pool* pool, const RmsNormArgs* args) {
-  const Region region(pool);
-  const RmsNormArgs& a = *args;
+static void rms_norm(Pool* pool, const RmsNormArgs& a) {
   parallel_for(pool, a.rows, rows_per_piece(a.n), [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       const bf16* x = a.x + r * a.ld_x;
@@ -27,9 +25,7 @@ static void rms_norm(Pool* pool, const RmsNormArgs* args) {
   });
 }
 
-static void gate_mul(Pool* pool, const GateMulArgs* args) {
-  const Region region(pool);
-  const GateMulArgs& a = *args;
+static void gate_mul(Pool* pool, const GateMulArgs& a) {
   parallel_for(pool, a.rows, rows_per_piece(a.n), [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       const bf16* x = a.gate + r * a.ld_gate;
@@ -42,9 +38,7 @@ static void gate_mul(Pool* pool, const GateMulArgs* args) {
   });
 }
 
-static void embedding(Pool* pool, const EmbeddingArgs* args) {
-  const Region region(pool);
-  const EmbeddingArgs& a = *args;
+static void embedding(Pool* pool, const EmbeddingArgs& a) {
   parallel_for(pool, a.num_ids, rows_per_piece(a.n), [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
       const int64_t row = a.ids[t] - a.first_id;
@@ -78,16 +72,13 @@ static inline int64_t argmax_row(const float* x, int64_t n) {
   return 0;  // all NaN
 }
 
-static void argmax(Pool* pool, const ArgmaxArgs* args) {
-  const Region region(pool);
-  parallel_for(pool, args->rows, rows_per_piece(args->n), [&](int64_t begin, int64_t end, int) {
-    for (int64_t r = begin; r < end; ++r) args->out[r] = argmax_row(args->x + r * args->ld_x, args->n);
+static void argmax(Pool* pool, const ArgmaxArgs& a) {
+  parallel_for(pool, a.rows, rows_per_piece(a.n), [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) a.out[r] = argmax_row(a.x + r * a.ld_x, a.n);
   });
 }
 
-static void copy_blocks(Pool* pool, const CopyBlocksArgs* args) {
-  const Region region(pool);
-  const CopyBlocksArgs& a = *args;
+static void copy_blocks(Pool* pool, const CopyBlocksArgs& a) {
   parallel_for(pool, a.num_pairs, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       __builtin_memcpy(a.target + a.pairs[2 * i + 1] * a.block_bytes, a.source + a.pairs[2 * i] * a.block_bytes,

@@ -11,4 +11,5 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "all_reduce.h"
+#include "decoder.h"
 #include "table.h"

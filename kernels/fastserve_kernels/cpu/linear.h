@@ -10,7 +10,8 @@ namespace fastserve {
 namespace FS_ISA {
 
 // out = x / rms(x) * weight, rounded once; n floats of weight. `out` may be x.
-static inline void rms_norm_row(const bf16* x, const float* weight, float eps, bf16* out, int64_t n) {
+template <class T>
+static inline void rms_norm_row(const T* x, const float* weight, float eps, T* out, int64_t n) {
   F16 squares = zero();
   for (int64_t i = 0; i < n; i += 16) {
     const F16 v = load_first(x + i, n - i);
@@ -78,9 +79,7 @@ static inline int64_t rows_per_group(int64_t kp) {
   return fitting < 96 ? 96 : (fitting > 480 ? 480 : fitting);
 }
 
-static void linear(Pool* pool, const LinearArgs* args) {
-  const Region region(pool);
-  const LinearArgs& a = *args;
+static void linear(Pool* pool, const LinearArgs& a) {
   const int64_t kp = round_up(a.k, kStep);
   const Input input = prepare_input(pool, a, kp);
   const int64_t num_panels = is_gated(a.activation) ? round_up(a.n, 16) / 16 : round_up(a.n, kPanel) / kPanel;

@@ -85,10 +85,9 @@ class RopeStore {
   const int64_t half_;
 };
 
-static void rope_store(Pool* pool, const RopeStoreArgs* args) {
-  const Region region(pool);
-  const RopeStore op(*args);
-  parallel_for(pool, args->num_tokens, 8, [&](int64_t begin, int64_t end, int) {
+static void rope_store(Pool* pool, const RopeStoreArgs& a) {
+  const RopeStore op(a);
+  parallel_for(pool, a.num_tokens, 8, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) op.token(t);
   });
 }

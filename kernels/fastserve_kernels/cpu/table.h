@@ -2,6 +2,15 @@
 #pragma once
 
 namespace fastserve {
+namespace FS_ISA {
+
+template <auto Operation, class Args>
+static void call(Pool* pool, const Args* args) {
+  const Region region(pool);
+  Operation(pool, *args);
+}
+
+}  // namespace FS_ISA
 
 const Ops* FS_TABLE() {
   static constexpr Ops kOps = {
@@ -10,7 +19,7 @@ const Ops* FS_TABLE() {
 #define FS_SIZE(name, Args) .name##_args_size = sizeof(Args),
       FS_OPERATIONS(FS_SIZE)
 #undef FS_SIZE
-#define FS_FUNCTION(name, Args) .name = FS_ISA::name,
+#define FS_FUNCTION(name, Args) .name = FS_ISA::call<FS_ISA::name, Args>,
       FS_OPERATIONS(FS_FUNCTION)
 #undef FS_FUNCTION
   };
