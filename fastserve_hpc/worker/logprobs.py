@@ -9,6 +9,8 @@ import torch
 
 from fastserve_hpc.core.plan import TokenLogprobs
 
+Top = tuple[tuple[int, float], ...]
+
 _ROWS_AT_ONCE = 64
 """Bounds the memory for a long prompt: a row is a whole vocabulary."""
 
@@ -35,17 +37,25 @@ def token_logprobs(logprobs: torch.Tensor, token_ids: Sequence[int], counts: Seq
     ]
 
 
-def _most_likely(logprobs: torch.Tensor, counts: Sequence[int]) -> Iterator[tuple[tuple[int, float], ...]]:
-    largest = min(max(counts, default=0), logprobs.shape[1])
+def _most_likely(logprobs: torch.Tensor, counts: Sequence[int]) -> Iterator[Top]:
+    largest = max(counts, default=0)
     if largest == 0:
         yield from (() for _ in counts)
         return
-    # topk alone may pick any of several equals at its end.
-    at_least = logprobs >= logprobs.topk(largest, dim=-1).values[:, -1:]
-    rows, ids = (part.cpu().numpy() for part in at_least.nonzero(as_tuple=True))
-    values = logprobs[at_least].cpu().numpy()
-    order = np.lexsort((ids, -values, rows))
-    starts = np.searchsorted(rows, np.arange(len(counts)))  # rows come in ascending order
-    for start, end, count in zip(starts, [*starts[1:], len(rows)], counts, strict=True):
-        best = order[start : min(start + count, end)]
-        yield tuple(zip(ids[best].tolist(), values[best].tolist(), strict=True))
+    # One more than asked for shows whether equals go on behind the last one, of which topk may take any.
+    values, ids = (part.cpu().numpy() for part in logprobs.topk(min(largest + 1, logprobs.shape[1]), dim=-1))
+    order = np.lexsort((ids, -values))
+    values, ids = np.take_along_axis(values, order, -1), np.take_along_axis(ids, order, -1)
+    for i, count in enumerate(counts):
+        if 0 < count < len(values[i]) and values[i, count - 1] == values[i, -1]:
+            yield _with_lowest_ids(logprobs[i], count, values[i, -1])
+        else:
+            yield tuple(zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True))
+
+
+def _with_lowest_ids(logprobs: torch.Tensor, count: int, smallest: float) -> Top:
+    """The `count` most likely tokens of one position, all at least as likely as `smallest`."""
+    ids = (logprobs >= smallest).nonzero()[:, 0]
+    values = logprobs[ids].cpu().numpy()
+    best = np.argsort(-values, kind="stable")[:count]
+    return tuple(zip(ids.cpu().numpy()[best].tolist(), values[best].tolist(), strict=True))

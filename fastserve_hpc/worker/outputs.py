@@ -9,8 +9,8 @@ import torch
 from fastserve_hpc.core.plan import IterationResult, TokenLogprobs
 from fastserve_hpc.worker.batch import Batch, ScoredRange
 from fastserve_hpc.worker.logprobs import score_prompt
-from fastserve_hpc.worker.sample_row import SampleRow
-from fastserve_hpc.worker.sampler import NO_TOKEN, sample
+from fastserve_hpc.worker.sample_row import NO_TOKEN, SampleRow
+from fastserve_hpc.worker.sampler import sample
 from fastserve_hpc.worker.sequences import SequenceTable
 
 _NOT_NUMBERS = (

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from fastserve_hpc.core.request import SamplingParams
 from fastserve_hpc.worker.sequences import IntArray
 
+NO_TOKEN = -1
+"""Sampled where the logits are not numbers, or no token is allowed."""
 _GREEDY_BELOW = 1e-5
 """A lower temperature would only turn the rounding errors of the logits into choices."""
 

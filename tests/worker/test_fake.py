@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scheduling import request
@@ -22,15 +23,15 @@ def prefill(request_id: int = 1, prompt_len: int = 6, slots: tuple[int, ...] = (
     return IterationPlan(1, (piece,), (new(request(request_id, prompt_len)),))
 
 
-def after_prefill(**kwargs: int) -> tuple[FakeWorker, int]:
+def after_prefill() -> tuple[FakeWorker, int]:
     """A worker with one request in slots 0 and 1, and the token that it sampled."""
     worker = FakeWorker(block_size=4, num_blocks=8)
-    result = worker.execute(prefill(**kwargs)).result
+    result = worker.execute(prefill()).result
     assert result is not None
     return worker, result.token_ids[0]
 
 
-def test_answers_are_readable_differ_and_mostly_end():
+def test_answers_are_readable_differ_and_mostly_end() -> None:
     answers = [answer(r.prompt, r.sampling) for r in (request(i, max_tokens=120) for i in range(40))]
     assert all(tokens[-1] == EOS for tokens in answers)
     assert len({len(tokens) for tokens in answers}) > 20
@@ -40,19 +41,19 @@ def test_answers_are_readable_differ_and_mostly_end():
         assert all(word.isalpha() for word in text.split())
 
 
-def test_an_answer_depends_on_prompt_and_choice_alone():
+def test_an_answer_depends_on_prompt_and_choice_alone() -> None:
     sampling = SamplingParams(max_tokens=50, temperature=1.0, seed=3)
     assert answer((1, 2, 3), sampling) == answer((1, 2, 3), replace(sampling, seed=4, max_tokens=50))
     assert len({answer((1, 2, 3), sampling, choice) for choice in range(4)}) == 4
 
 
-def test_min_tokens_and_ignored_eos():
+def test_min_tokens_and_ignored_eos() -> None:
     patient = SamplingParams(max_tokens=150, min_tokens=150, stop_token_ids=(EOS, ord(" ")))
     assert not {EOS, ord(" ")} & set(answer((5,), patient))
     assert EOS in answer((5,), SamplingParams(max_tokens=150))
 
 
-def test_a_rank_reports_its_result_and_where_it_stands():
+def test_a_rank_reports_its_result_and_where_it_stands() -> None:
     worker, token = after_prefill()
     assert (token,) == answer(request(1, 6).prompt, request(1, 6, max_tokens=1).sampling)
     report = worker.execute(IterationPlan(2, (SequenceSlice(1, 6, 1, 2, (), (token,), True),)))
@@ -61,7 +62,7 @@ def test_a_rank_reports_its_result_and_where_it_stands():
     assert (silent.rank, silent.plan_id, silent.result) == (3, 1, None)
 
 
-def test_the_delay_is_an_iteration_s_not_an_empty_plan_s():
+def test_the_delay_is_an_iteration_s_not_an_empty_plan_s() -> None:
     slept: list[float] = []
     worker = FakeWorker(block_size=4, delay_s=0.5, sleep=slept.append)
     worker.execute(prefill())
@@ -70,7 +71,7 @@ def test_the_delay_is_an_iteration_s_not_an_empty_plan_s():
     assert worker.request_ids == []
 
 
-def decode(token: int, **changes: object) -> IterationPlan:
+def decode(token: int, **changes: Any) -> IterationPlan:
     piece = SequenceSlice(1, 6, 1, 2, (), (token,), True)
     return IterationPlan(2, (piece._replace(**changes),))
 
@@ -90,13 +91,13 @@ def decode(token: int, **changes: object) -> IterationPlan:
         ({"new_slots": (8,)}, r"slots \(8,\) of 8"),
     ],
 )
-def test_a_slice_that_cannot_be_right_is_refused(changes: dict[str, object], violation: str):
+def test_a_slice_that_cannot_be_right_is_refused(changes: dict[str, Any], violation: str) -> None:
     worker, token = after_prefill()
     with pytest.raises(PlanViolation, match=violation):
         worker.execute(decode(token, **changes))
 
 
-def test_a_slot_that_another_request_has_overwritten_is_noticed():
+def test_a_slot_that_another_request_has_overwritten_is_noticed() -> None:
     worker, token = after_prefill()
     other = SequenceSlice(2, 0, 6, 0, (1, 2), (), True)
     worker.execute(IterationPlan(2, (other,), (new(request(2, 6)),)))
@@ -104,14 +105,14 @@ def test_a_slot_that_another_request_has_overwritten_is_noticed():
         worker.execute(replace(decode(token), plan_id=3))
 
 
-def test_equal_tokens_at_equal_positions_may_share_a_slot():
+def test_equal_tokens_at_equal_positions_may_share_a_slot() -> None:
     worker, _ = after_prefill()
     twin = NewRequest(2, request(1, 6).prompt, request(1).sampling, 1)
     shared = SequenceSlice(2, 4, 2, 0, (0, 3), (), True)
     assert worker.execute(IterationPlan(2, (shared,), (twin,))).result is not None
 
 
-def test_a_preempted_request_is_computed_again_elsewhere():
+def test_a_preempted_request_is_computed_again_elsewhere() -> None:
     worker, token = after_prefill()
     again = SequenceSlice(1, 0, 7, 0, (4, 5), (token,), True)
     result = worker.execute(IterationPlan(2, (again,))).result
@@ -130,20 +131,20 @@ def test_a_preempted_request_is_computed_again_elsewhere():
         (IterationPlan(2, copies=(BlockCopy(2, 0, 0, False),)), "copy 2 follows copy 0"),
     ],
 )
-def test_a_plan_that_cannot_be_right_is_refused(plan: IterationPlan, violation: str):
+def test_a_plan_that_cannot_be_right_is_refused(plan: IterationPlan, violation: str) -> None:
     worker, _ = after_prefill()
     with pytest.raises(PlanViolation, match=violation):
         worker.execute(plan)
 
 
-def test_nothing_follows_the_shutdown():
+def test_nothing_follows_the_shutdown() -> None:
     worker, _ = after_prefill()
     worker.execute(IterationPlan(2, finished=(1,), shutdown=True))
     with pytest.raises(PlanViolation, match="plan 3 after the shutdown"):
         worker.execute(IterationPlan(3))
 
 
-def test_a_block_survives_its_way_to_the_host_and_back():
+def test_a_block_survives_its_way_to_the_host_and_back() -> None:
     worker, token = after_prefill()
     offload = tuple(BlockCopy(i + 1, i, 7 - i, to_device=False) for i in range(2))
     assert worker.execute(IterationPlan(2, copies=offload)).copies_done == 2
