@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class BlockPool:
     """Hands out slots 0 .. num_slots - 1.
@@ -37,7 +39,7 @@ class BlockPool:
         self._held.update(slots)
         return slots
 
-    def give_back(self, slots: list[int], after_plan: int) -> None:
+    def give_back(self, slots: Sequence[int], after_plan: int) -> None:
         """Let go of held slots, whose last use is in plan `after_plan` (0: they were never used)."""
         if not self._held.issuperset(slots):
             raise ValueError(f"slots {sorted(set(slots) - self._held)} are given back, but nobody holds them")

@@ -10,7 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from fastserve_hpc.core.block_pool import BlockPool
 
 
-def test_take_is_all_or_nothing():
+def taken(pool: BlockPool, count: int) -> tuple[int, ...]:
+    slots = pool.take(count)
+    assert slots is not None
+    return slots
+
+
+def test_take_is_all_or_nothing() -> None:
     pool = BlockPool(4)
     assert pool.take(3) == (0, 1, 2)
     assert pool.take(2) is None
@@ -19,31 +25,31 @@ def test_take_is_all_or_nothing():
     assert pool.take(0) == ()
 
 
-def test_the_slots_freed_last_are_taken_first():
+def test_the_slots_freed_last_are_taken_first() -> None:
     pool = BlockPool(8)
-    slots = pool.take(3)
-    pool.give_back(list(slots), after_plan=0)
+    slots = taken(pool, 3)
+    pool.give_back(slots, after_plan=0)
     assert pool.take(3) == slots
 
 
-def test_a_slot_is_not_free_while_a_plan_in_flight_uses_it():
+def test_a_slot_is_not_free_while_a_plan_in_flight_uses_it() -> None:
     pool = BlockPool(2)
-    pool.give_back(list(pool.take(2)), after_plan=3)
+    pool.give_back(taken(pool, 2), after_plan=3)
     pool.plan_done(2)
     assert (pool.num_free, pool.num_retiring, pool.take(1)) == (0, 2, None)
     pool.plan_done(3)
     assert (pool.num_free, pool.num_retiring) == (2, 0)
 
 
-def test_a_slot_whose_last_plan_is_done_is_free_at_once():
+def test_a_slot_whose_last_plan_is_done_is_free_at_once() -> None:
     pool = BlockPool(2)
-    slots = pool.take(2)
+    slots = taken(pool, 2)
     pool.plan_done(3)
-    pool.give_back(list(slots), after_plan=3)
+    pool.give_back(slots, after_plan=3)
     assert pool.num_free == 2
 
 
-def test_what_nobody_holds_cannot_be_given_back():
+def test_what_nobody_holds_cannot_be_given_back() -> None:
     pool = BlockPool(4)
     pool.take(2)
     with pytest.raises(ValueError, match=r"slots \[2\]"):
@@ -54,7 +60,7 @@ def test_what_nobody_holds_cannot_be_given_back():
     pool.check()
 
 
-def test_an_empty_pool_is_refused():
+def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="0 slots"):
         BlockPool(0)
 

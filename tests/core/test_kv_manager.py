@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from fastserve_hpc.core.kv_manager import KvManager
 
 
-def test_a_table_has_a_block_for_every_position():
+def test_a_table_has_a_block_for_every_position() -> None:
     kv = KvManager(num_blocks=8, block_size=4)
     assert kv.try_extend(1, 4) == (0,)
     assert kv.try_extend(1, 4) == ()
@@ -20,7 +20,7 @@ def test_a_table_has_a_block_for_every_position():
     assert (kv.num_used, kv.num_free, kv.num_total) == (4, 4, 8)
 
 
-def test_what_does_not_fit_changes_nothing():
+def test_what_does_not_fit_changes_nothing() -> None:
     kv = KvManager(num_blocks=3, block_size=4)
     kv.try_extend(1, 8)
     assert kv.try_extend(2, 5) is None
@@ -29,7 +29,7 @@ def test_what_does_not_fit_changes_nothing():
     kv.check()
 
 
-def test_freed_blocks_wait_for_their_last_plan():
+def test_freed_blocks_wait_for_their_last_plan() -> None:
     kv = KvManager(num_blocks=2, block_size=4)
     kv.try_extend(1, 8)
     kv.free(1, last_plan_id=2)
@@ -40,18 +40,18 @@ def test_freed_blocks_wait_for_their_last_plan():
     assert kv.try_extend(2, 8) is not None
 
 
-def test_freeing_what_holds_nothing_is_harmless():
+def test_freeing_what_holds_nothing_is_harmless() -> None:
     kv = KvManager(num_blocks=2, block_size=4)
     kv.free(7, last_plan_id=1)
     assert kv.num_free == 2
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (160, 10)])
-def test_blocks_for(num_tokens: int, blocks: int):
+def test_blocks_for(num_tokens: int, blocks: int) -> None:
     assert KvManager(num_blocks=4, block_size=16).blocks_for(num_tokens) == blocks
 
 
-def test_senseless_sizes_are_refused():
+def test_senseless_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks of 0 tokens"):
         KvManager(num_blocks=4, block_size=0)
 

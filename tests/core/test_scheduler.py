@@ -40,7 +40,7 @@ def turn(ranks: Ranks) -> IterationPlan:
 
 
 class TestPlans:
-    def test_a_prompt_then_one_token_at_a_time(self):
+    def test_a_prompt_then_one_token_at_a_time(self) -> None:
         ranks = Ranks(block_size=4)
         new = request(7, prompt_len=6, max_tokens=4, stop_token_ids=())
         ranks.add(new)
@@ -57,39 +57,39 @@ class TestPlans:
         assert first.new_requests == second.new_requests == third.new_requests == ()
         assert ranks.reasons == {7: "length"}
 
-    def test_a_long_prompt_is_cut_and_only_its_last_chunk_samples(self):
+    def test_a_long_prompt_is_cut_and_only_its_last_chunk_samples(self) -> None:
         ranks = Ranks(max_batch_tokens=10)
         ranks.add(request(1, prompt_len=25))
         pieces = [turn(ranks).slices[0] for _ in range(3)]
         assert [(p.start, p.num_tokens, p.samples) for p in pieces] == [(0, 10, False), (10, 10, False), (20, 5, True)]
         assert [len(p.new_slots) for p in pieces] == [7, 0, 0], "a prompt gets its blocks at once"
 
-    def test_chunks_take_what_decodes_leave(self):
+    def test_chunks_take_what_decodes_leave(self) -> None:
         ranks = Ranks(max_batch_tokens=10)
         ranks.add(request(1, prompt_len=4, min_tokens=9), request(2, prompt_len=5, min_tokens=9), request(3, 30))
         assert sizes(turn(ranks)) == {1: 4, 2: 5, 3: 1}
         assert sizes(turn(ranks)) == {1: 1, 2: 1, 3: 8}
 
-    def test_no_more_than_max_batch_run(self):
+    def test_no_more_than_max_batch_run(self) -> None:
         ranks = Ranks(max_batch=2)
         ranks.add(*(request(i, max_tokens=3, stop_token_ids=()) for i in range(3)))
         assert [ids(turn(ranks)) for _ in range(4)] == [[0, 1], [0, 1], [0, 1], [2]]
 
-    def test_nothing_to_do(self):
+    def test_nothing_to_do(self) -> None:
         ranks = Ranks()
         assert ranks.schedule() is None
         assert ranks.scheduler.is_idle
 
 
 class TestEnds:
-    def test_a_stop_id_ends_and_is_delivered(self):
+    def test_a_stop_id_ends_and_is_delivered(self) -> None:
         ranks = Ranks()
         ranks.add(request(1, max_tokens=200))
         ranks.run()
         assert ranks.reasons == {1: "stop"}
         assert ranks.outputs[1][-1] == EOS
 
-    def test_any_stop_id_counts_but_not_before_min_tokens(self):
+    def test_any_stop_id_counts_but_not_before_min_tokens(self) -> None:
         ranks = Ranks()
         space = (32, EOS)
         ranks.add(request(1, max_tokens=90, stop_token_ids=space))
@@ -99,7 +99,7 @@ class TestEnds:
         assert ranks.reasons == {1: "stop", 2: "stop"}
         assert len(ranks.outputs[1]) < 20 < len(ranks.outputs[2])
 
-    def test_a_worker_that_stops_before_min_tokens_is_not_believed(self):
+    def test_a_worker_that_stops_before_min_tokens_is_not_believed(self) -> None:
         scheduler = Scheduler(Fcfs(), KvManager(8, 4), max_batch=1, max_batch_tokens=8)
         scheduler.add(request(1, prompt_len=2, max_tokens=5, min_tokens=2), now=0.0)
         reasons = []
@@ -108,13 +108,13 @@ class TestEnds:
             reasons += [d.finish_reason for d in scheduler.update(IterationResult(plan_id, (EOS,)), 0.0)]
         assert reasons == [None, None, "stop"]
 
-    def test_ignored_eos_runs_to_max_tokens(self):
+    def test_ignored_eos_runs_to_max_tokens(self) -> None:
         ranks = Ranks()
         ranks.add(request(1, max_tokens=99, stop_token_ids=()))
         ranks.run()
         assert (ranks.reasons[1], len(ranks.outputs[1]), EOS in ranks.outputs[1]) == ("length", 99, True)
 
-    def test_the_next_plan_tells_whom_to_forget(self):
+    def test_the_next_plan_tells_whom_to_forget(self) -> None:
         ranks = Ranks()
         ranks.add(request(1, max_tokens=1), request(2, max_tokens=2, stop_token_ids=()))
         assert turn(ranks).finished == ()
@@ -124,20 +124,20 @@ class TestEnds:
         assert ranks.scheduler.is_idle
         assert ranks.schedule() is None
 
-    def test_the_result_of_an_empty_plan_is_ignored(self):
+    def test_the_result_of_an_empty_plan_is_ignored(self) -> None:
         ranks = Ranks()
         ranks.add(request(1, max_tokens=1))
         turn(ranks)
         assert ranks.schedule() == IterationPlan(2, finished=(1,))
         assert ranks.scheduler.update(IterationResult(2), now=1.0) == []
 
-    def test_shutdown_is_the_last_plan(self):
+    def test_shutdown_is_the_last_plan(self) -> None:
         ranks = Ranks()
         ranks.add(request(1, max_tokens=1))
         turn(ranks)
         assert ranks.scheduler.shutdown() == IterationPlan(2, finished=(1,), shutdown=True)
 
-    def test_a_request_that_the_worker_gives_up_ends_with_its_error(self):
+    def test_a_request_that_the_worker_gives_up_ends_with_its_error(self) -> None:
         ranks = Ranks()
         ranks.add(request(1), request(2))
         ranks.schedule()
@@ -149,7 +149,7 @@ class TestEnds:
         ranks.run()
         assert ranks.outputs[1] == []
 
-    def test_logprobs_go_with_their_tokens(self):
+    def test_logprobs_go_with_their_tokens(self) -> None:
         ranks = Ranks(max_batch_tokens=8)
         ranks.add(request(1, prompt_len=2), request(2, prompt_len=2, logprobs=1), request(3, 9, prompt_logprobs=0))
         ranks.schedule()
@@ -168,7 +168,7 @@ class TestEnds:
 
 
 class TestAborts:
-    def test_a_waiting_request_leaves_without_a_trace(self):
+    def test_a_waiting_request_leaves_without_a_trace(self) -> None:
         ranks = Ranks(max_batch=1)
         ranks.add(request(1), request(2))
         turn(ranks)
@@ -177,7 +177,7 @@ class TestAborts:
         assert all(2 not in plan.finished for plan in ranks.plans), "the workers never heard of it"
 
     @pytest.mark.parametrize("num_turns", [1, 2, 5])
-    def test_a_running_request_gives_its_blocks_back(self, num_turns: int):
+    def test_a_running_request_gives_its_blocks_back(self, num_turns: int) -> None:
         ranks = Ranks(max_batch_tokens=6)
         ranks.add(request(1, prompt_len=10, stop_token_ids=()))
         for _ in range(num_turns):
@@ -186,7 +186,7 @@ class TestAborts:
         assert ranks.scheduler.kv.num_used == 0
         assert ranks.schedule() == IterationPlan(num_turns + 1, finished=(1,))
 
-    def test_a_token_in_flight_is_dropped_and_its_slots_wait(self):
+    def test_a_token_in_flight_is_dropped_and_its_slots_wait(self) -> None:
         ranks = Ranks(num_blocks=3, block_size=4)
         ranks.add(request(1, prompt_len=8, max_tokens=4))
         ranks.schedule()
@@ -197,7 +197,7 @@ class TestAborts:
         assert ranks.scheduler.kv.num_retiring == 0
         ranks.run()
 
-    def test_unknown_and_finished_ids_are_ignored(self):
+    def test_unknown_and_finished_ids_are_ignored(self) -> None:
         ranks = Ranks()
         ranks.add(request(1, max_tokens=1))
         turn(ranks)
@@ -207,7 +207,7 @@ class TestAborts:
 
 
 class TestMemory:
-    def test_the_last_comer_is_preempted_and_computed_again(self):
+    def test_the_last_comer_is_preempted_and_computed_again(self) -> None:
         ranks = Ranks(num_blocks=8, block_size=4)
         ranks.add(request(1, prompt_len=8, max_tokens=20, stop_token_ids=()))
         turn(ranks)
@@ -221,7 +221,7 @@ class TestMemory:
         assert again[1].samples
         assert sum(len(plan.new_requests) for plan in ranks.plans) == 2
 
-    def test_nobody_overtakes_a_request_that_waits_for_blocks(self):
+    def test_nobody_overtakes_a_request_that_waits_for_blocks(self) -> None:
         ranks = Ranks(num_blocks=8, block_size=4)
         ranks.add(request(1, prompt_len=16, max_tokens=8), request(2, prompt_len=24, max_tokens=2), request(3, 1, 1))
         assert ids(turn(ranks)) == [1]
@@ -230,7 +230,7 @@ class TestMemory:
         first = {p.request_id: plan.plan_id for plan in reversed(ranks.plans) for p in plan.slices}
         assert first[1] < first[2] <= first[3]
 
-    def test_a_better_request_takes_blocks_of_the_worst_only_as_needed(self):
+    def test_a_better_request_takes_blocks_of_the_worst_only_as_needed(self) -> None:
         ranks = Ranks(num_blocks=12, block_size=4, policy="last come")
         for request_id in range(3):
             ranks.add(request(request_id, prompt_len=10, max_tokens=30, stop_token_ids=()))
@@ -240,7 +240,7 @@ class TestMemory:
         assert ranks.scheduler.counters.preemptions == 1
         ranks.run()
 
-    def test_blocks_under_way_are_waited_for_not_taken_from_others(self):
+    def test_blocks_under_way_are_waited_for_not_taken_from_others(self) -> None:
         ranks = Ranks(num_blocks=10, block_size=4, num_stages=2, policy="last come")
         for request_id in range(2):
             ranks.add(request(request_id, prompt_len=14, max_tokens=20, stop_token_ids=()))
@@ -255,13 +255,13 @@ class TestMemory:
         assert ranks.scheduler.counters.preemptions == 1
         ranks.run()
 
-    def test_a_request_that_just_fits_runs(self):
+    def test_a_request_that_just_fits_runs(self) -> None:
         ranks = Ranks(num_blocks=4, block_size=4)
         ranks.add(request(1, prompt_len=10, max_tokens=7, stop_token_ids=()))
         ranks.run()
         assert ranks.reasons == {1: "length"}
 
-    def test_one_that_can_never_fit_is_refused_with_the_numbers(self):
+    def test_one_that_can_never_fit_is_refused_with_the_numbers(self) -> None:
         ranks = Ranks(num_blocks=4, block_size=4)
         numbers = r"10 tokens.*max_tokens \(8\) need 5 KV blocks of 4.*has 4 \(16 tokens\).*--device-kv"
         with pytest.raises(RequestError, match=numbers) as refusal:
@@ -269,7 +269,7 @@ class TestMemory:
         assert refusal.value.code == "context_length_exceeded"
         assert ranks.scheduler.is_idle
 
-    def test_admission_leaves_a_block_for_each_that_runs(self):
+    def test_admission_leaves_a_block_for_each_that_runs(self) -> None:
         ranks = Ranks(num_blocks=6, block_size=4)
         ranks.add(request(1, prompt_len=8, max_tokens=16, stop_token_ids=()), request(2, prompt_len=16, max_tokens=8))
         assert ids(turn(ranks)) == [1], "2 would fit, but not for long"
@@ -278,7 +278,7 @@ class TestMemory:
 
 
 class TestPipeline:
-    def test_the_stages_share_the_requests_evenly(self):
+    def test_the_stages_share_the_requests_evenly(self) -> None:
         ranks = Ranks(num_stages=2)
         ranks.add(*(request(i, prompt_len=2, max_tokens=9, stop_token_ids=()) for i in range(5)))
         assert ids(ranks.schedule()) == [0, 1, 2]
@@ -290,7 +290,7 @@ class TestPipeline:
         ranks.land()
         ranks.run()
 
-    def test_a_request_waits_for_its_sample(self):
+    def test_a_request_waits_for_its_sample(self) -> None:
         ranks = Ranks(num_stages=3)
         ranks.add(request(1))
         ranks.schedule()
@@ -299,7 +299,7 @@ class TestPipeline:
         assert ids(ranks.schedule()) == [1]
         ranks.run()
 
-    def test_chunks_follow_each_other_through_the_stages(self):
+    def test_chunks_follow_each_other_through_the_stages(self) -> None:
         ranks = Ranks(num_stages=3, max_batch_tokens=4)
         ranks.add(request(1, prompt_len=11))
         plans = [ranks.schedule() for _ in range(3)]
@@ -310,7 +310,7 @@ class TestPipeline:
         ]
         ranks.run()
 
-    def test_a_chunk_that_goes_on_takes_no_other_request_s_place(self):
+    def test_a_chunk_that_goes_on_takes_no_other_request_s_place(self) -> None:
         ranks = Ranks(num_stages=2, max_batch_tokens=16)
         ranks.add(request(1, prompt_len=40, max_tokens=2), request(2, prompt_len=2, max_tokens=9, stop_token_ids=()))
         assert sizes(ranks.schedule()) == {1: 16}
@@ -319,7 +319,7 @@ class TestPipeline:
         assert sizes(ranks.schedule()) == {1: 8, 2: 2}
         ranks.run()
 
-    def test_fewer_that_fit_in_memory_are_shared_too(self):
+    def test_fewer_that_fit_in_memory_are_shared_too(self) -> None:
         ranks = Ranks(num_stages=2, num_blocks=24, block_size=4)
         ranks.add(*(request(i, prompt_len=12, max_tokens=20, stop_token_ids=()) for i in range(8)))
         for _ in range(8):
@@ -330,14 +330,14 @@ class TestPipeline:
         assert max(sizes_in_flight) - min(sizes_in_flight) <= 1
         ranks.run()
 
-    def test_a_token_of_a_preempted_request_still_counts(self):
+    def test_a_token_of_a_preempted_request_still_counts(self) -> None:
         ranks = Ranks(num_blocks=6, block_size=4, num_stages=2)
         ranks.add(*(request(i, prompt_len=6, max_tokens=12, stop_token_ids=()) for i in range(2)))
         ranks.run()
         assert ranks.preempted_in_flight
         assert ranks.scheduler.counters.output_tokens == 24
 
-    def test_results_come_in_the_order_of_plans(self):
+    def test_results_come_in_the_order_of_plans(self) -> None:
         ranks = Ranks(num_stages=2)
         ranks.add(request(1), request(2))
         ranks.schedule()
@@ -356,7 +356,7 @@ class TestPipeline:
             (IterationResult(1, (5,), (None, None)), "1 slices that sample, its result 2 logprobs"),
         ],
     )
-    def test_a_result_of_the_wrong_size_is_a_bug(self, result: IterationResult, message: str):
+    def test_a_result_of_the_wrong_size_is_a_bug(self, result: IterationResult, message: str) -> None:
         ranks = Ranks()
         ranks.add(request(1))
         ranks.schedule()
@@ -377,7 +377,7 @@ class CountingFcfs(Fcfs):
 
 @pytest.mark.parametrize("num_blocks", [4096, 40])
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_long_queue_is_not_looked_at(num_blocks: int, num_stages: int):
+def test_a_long_queue_is_not_looked_at(num_blocks: int, num_stages: int) -> None:
     policy = CountingFcfs()
     scheduler = Scheduler(policy, KvManager(num_blocks, 4), max_batch=16, max_batch_tokens=64, num_stages=num_stages)
     for i in range(5_000):
@@ -391,7 +391,7 @@ def test_a_long_queue_is_not_looked_at(num_blocks: int, num_stages: int):
             scheduler.update(IterationResult(oldest, (7,) * scheduler._in_flight[0].num_samples), float(i))
 
 
-def test_a_request_comes_once_and_resolved():
+def test_a_request_comes_once_and_resolved() -> None:
     ranks = Ranks()
     ranks.add(request(1))
     with pytest.raises(ValueError, match="request 1 is already here"):
@@ -401,7 +401,7 @@ def test_a_request_comes_once_and_resolved():
 
 
 @pytest.mark.parametrize("name", ["max_batch", "max_batch_tokens", "num_stages"])
-def test_senseless_limits_are_refused(name: str):
+def test_senseless_limits_are_refused(name: str) -> None:
     limits = {"max_batch": 1, "max_batch_tokens": 1, "num_stages": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name} is 0"):
         Scheduler(Fcfs(), KvManager(4, 4), **limits)
@@ -409,7 +409,7 @@ def test_senseless_limits_are_refused(name: str):
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_crowded_runs_give_every_request_its_own_answer(policy: str, num_stages: int):
+def test_crowded_runs_give_every_request_its_own_answer(policy: str, num_stages: int) -> None:
     """Far more requests than blocks, results as late as the pipeline allows."""
     for seed in range(6):
         rng = random.Random(seed)
@@ -428,7 +428,7 @@ def test_crowded_runs_give_every_request_its_own_answer(policy: str, num_stages:
         ranks.run()
 
 
-def test_counters():
+def test_counters() -> None:
     ranks = Ranks()
     ranks.add(request(1, prompt_len=5, max_tokens=3, stop_token_ids=()), request(2, prompt_len=6, max_tokens=2))
     ranks.run()
@@ -436,7 +436,7 @@ def test_counters():
     assert (counters.prompt_tokens, counters.output_tokens, counters.iterations) == (11, 5, 3)
 
 
-def test_the_core_is_pure():
+def test_the_core_is_pure() -> None:
     """A function of its inputs: nothing that knows time, chance, tensors or ranks is even loaded."""
     code = (
         "import sys; before = set(sys.modules); import fastserve_hpc.core.scheduler, fastserve_hpc.core.policy.fcfs;"

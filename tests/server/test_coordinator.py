@@ -167,7 +167,7 @@ def right_answers(queue: Script, requests: Iterable[Request]) -> bool:
     return all(queue.tokens(r.request_id) == answer(r.prompt, r.sampling) for r in requests)
 
 
-def test_one_rank_streams_every_token_as_it_comes():
+def test_one_rank_streams_every_token_as_it_comes() -> None:
     requests = [request(i, max_tokens=5 + i, stop_token_ids=()) for i in range(3)]
     queue = Setup(submit(*requests)).run()
     assert right_answers(queue, requests)
@@ -176,7 +176,7 @@ def test_one_rank_streams_every_token_as_it_comes():
     assert queue.states == ["ready", "draining", "ended"]
 
 
-def test_a_second_rank_keeps_two_plans_in_flight():
+def test_a_second_rank_keeps_two_plans_in_flight() -> None:
     requests = [request(i, max_tokens=20) for i in range(6)]
     second = SecondRank(lag=5)
     setup = Setup(submit(*requests), second=second)
@@ -188,7 +188,7 @@ def test_a_second_rank_keeps_two_plans_in_flight():
     assert [plan.plan_id for plan in second.published] == list(range(1, len(second.published) + 1))
 
 
-def test_progress_streams_while_the_rank_computes_and_does_not_schedule():
+def test_progress_streams_while_the_rank_computes_and_does_not_schedule() -> None:
     second = SecondRank(lag=1)
     setup = Setup(submit(*(request(i, max_tokens=6, stop_token_ids=()) for i in range(4))), second=second)
     execute, seen = setup.worker.execute, []
@@ -205,7 +205,7 @@ def test_progress_streams_while_the_rank_computes_and_does_not_schedule():
     assert sum(seen) > 0
 
 
-def test_a_cancelled_request_is_not_heard_of_again():
+def test_a_cancelled_request_is_not_heard_of_again() -> None:
     requests = [request(i, max_tokens=30, stop_token_ids=()) for i in range(2)]
     cancel = EngineCommands(cancelled=[0, 77])
     queue = Setup(submit(*requests), None, cancel).run()
@@ -215,12 +215,12 @@ def test_a_cancelled_request_is_not_heard_of_again():
     assert last < len(queue.outputs) - 20
 
 
-def test_submitted_and_cancelled_in_one_message_leaves_nothing():
+def test_submitted_and_cancelled_in_one_message_leaves_nothing() -> None:
     queue = Setup(EngineCommands(requests=[request(1)], cancelled=[1])).run()
     assert queue.deltas == []
 
 
-def test_a_request_that_never_fits_is_told_why():
+def test_a_request_that_never_fits_is_told_why() -> None:
     queue = Setup(submit(request(1, prompt_len=30, max_tokens=40), request(2, max_tokens=3)), num_blocks=16).run()
     refusal = next(delta for delta in queue.deltas if delta.request_id == 1)
     assert refusal.finish_reason == "error"
@@ -230,7 +230,7 @@ def test_a_request_that_never_fits_is_told_why():
     assert queue.reasons[2] in ("length", "stop")
 
 
-def test_status():
+def test_status() -> None:
     clock = Clock()
     requests = [request(i, prompt_len=5, max_tokens=8, stop_token_ids=()) for i in range(9)]
 
@@ -249,7 +249,7 @@ def test_status():
 
 
 class TestDrain:
-    def test_finish_ends_what_was_taken_and_refuses_the_rest(self):
+    def test_finish_ends_what_was_taken_and_refuses_the_rest(self) -> None:
         drain = EngineCommands(drain="finish", requests=[request(2)])
         setup = Setup(submit(request(1, max_tokens=9, stop_token_ids=())), None, drain, submit(request(3)))
         queue = setup.run()
@@ -261,14 +261,14 @@ class TestDrain:
         assert queue.states == ["ready", "draining", "ended"]
 
     @pytest.mark.parametrize("second", [None, SecondRank()])
-    def test_now_cancels_everything(self, second: SecondRank | None):
+    def test_now_cancels_everything(self, second: SecondRank | None) -> None:
         requests = [request(i, max_tokens=50, stop_token_ids=()) for i in range(12)]
         setup = Setup(submit(*requests), None, EngineCommands(drain="now"), second=second)
         queue = setup.run()
         assert queue.reasons == dict.fromkeys(range(12), "cancelled")
         assert setup.coordinator.num_cancelled == 12
 
-    def test_finish_is_bounded(self):
+    def test_finish_is_bounded(self) -> None:
         clock = Clock()
 
         def later() -> None:
@@ -280,13 +280,13 @@ class TestDrain:
         assert queue.reasons == {1: "cancelled"}
         assert len(queue.tokens(1)) == 5
 
-    def test_now_after_finish(self):
+    def test_now_after_finish(self) -> None:
         turns = (EngineCommands(drain="finish"), None, EngineCommands(drain="now"))
         queue = Setup(submit(request(1, max_tokens=200, stop_token_ids=())), *turns).run()
         assert queue.reasons == {1: "cancelled"}
         assert queue.states == ["ready", "draining", "ended"]
 
-    def test_another_thread_may_ask(self):
+    def test_another_thread_may_ask(self) -> None:
         setup = Setup(submit(request(1, max_tokens=200, stop_token_ids=())))
 
         def ask() -> None:
@@ -298,14 +298,14 @@ class TestDrain:
         assert setup.run().reasons == {1: "cancelled"}
 
 
-def test_ready_comes_before_on_ready_and_commands():
+def test_ready_comes_before_on_ready_and_commands() -> None:
     setup = Setup()
     seen: list[list[str]] = []
     setup.coordinator.run(on_ready=lambda: seen.append(list(setup.queue.states)))
     assert seen == [["ready"]]
 
 
-def test_what_the_worker_raises_goes_to_the_caller():
+def test_what_the_worker_raises_goes_to_the_caller() -> None:
     setup = Setup(submit(request(1)))
 
     def execute(plan: IterationPlan) -> RankReport:
@@ -317,7 +317,7 @@ def test_what_the_worker_raises_goes_to_the_caller():
     assert setup.queue.states == ["ready"]
 
 
-def test_a_lost_rank_ends_the_wait_for_its_results():
+def test_a_lost_rank_ends_the_wait_for_its_results() -> None:
     second = SecondRank(lag=10**9)
     num_checks = 0
 
@@ -331,13 +331,13 @@ def test_a_lost_rank_ends_the_wait_for_its_results():
         Setup(submit(request(1)), second=second, check_abort=check_abort).run()
 
 
-def test_idle_it_waits_for_commands_and_busy_it_does_not():
+def test_idle_it_waits_for_commands_and_busy_it_does_not() -> None:
     queue = Setup(None, None, None, submit(request(1, max_tokens=3, stop_token_ids=())), None, None).run()
     assert queue.timeouts[:4] == [0.0, IDLE_POLL_S, IDLE_POLL_S, IDLE_POLL_S]
     assert queue.timeouts[4:] == [0.0, 0.0, 0.0]
 
 
-def test_over_a_real_queue_idle_is_cheap_and_a_drain_is_heard():
+def test_over_a_real_queue_idle_is_cheap_and_a_drain_is_heard() -> None:
     ours, theirs = queue_pair()
     setup = Setup()
     coordinator = Coordinator(
@@ -377,7 +377,8 @@ entries = st.one_of(
 
 def as_commands(script: list[list[int] | EngineCommands | None]) -> list[EngineCommands | None]:
     """Lists of lengths become submits of requests with ids from 0."""
-    commands, num_requests = [], 0
+    commands: list[EngineCommands | None] = []
+    num_requests = 0
     for entry in script:
         if isinstance(entry, list):
             fresh = [request(num_requests + i, prompt_len=n, max_tokens=n) for i, n in enumerate(entry)]
@@ -392,7 +393,7 @@ def as_commands(script: list[list[int] | EngineCommands | None]) -> list[EngineC
 @given(script=st.lists(entries, max_size=40), lag=st.none() | st.integers(1, 6), num_blocks=st.integers(8, 40))
 def test_every_request_gets_its_answer_and_one_end_or_was_cancelled(
     script: list[list[int] | EngineCommands | None], lag: int | None, num_blocks: int
-):
+) -> None:
     commands = as_commands(script)
     queue = Setup(*commands, second=None if lag is None else SecondRank(lag), num_blocks=num_blocks).run()
     read = [c for c in commands[: len(commands) - len(queue.turns)] if c is not None]

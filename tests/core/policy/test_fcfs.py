@@ -19,7 +19,7 @@ def filled(count: int) -> tuple[Fcfs, list[Sequence]]:
     return policy, sequences
 
 
-def test_order_is_that_of_arrival_whatever_leaves():
+def test_order_is_that_of_arrival_whatever_leaves() -> None:
     policy, sequences = filled(5)
     for gone in (2, 0):
         policy.remove(sequences[gone])
@@ -29,7 +29,7 @@ def test_order_is_that_of_arrival_whatever_leaves():
     assert keys == sorted(keys)
 
 
-def test_the_head_of_a_queue_that_was_long_costs_no_more():
+def test_the_head_of_a_queue_that_was_long_costs_no_more() -> None:
     """Removed heads must not be stepped over at each look."""
     policy, sequences = filled(20_000)
     for sequence in sequences[:-10]:
