@@ -94,10 +94,10 @@ def test_default_leaves_half_of_the_free_memory() -> None:
     assert choose_size(SHAPE, None, 0, free_bytes=free, max_batch=8, max_model_len=40) == KVSize(50, 0)
 
 
-@pytest.mark.parametrize(("device_kv", "place"), [(None, "MiB free"), (9 * SHAPE.block_bytes, "--device-kv")])
-def test_cache_too_small_for_one_request_is_refused_with_a_cure(device_kv: int | None, place: str) -> None:
-    with pytest.raises(ConfigError, match=f"{place}.*needs 10.*--max-model-len to 36"):
-        choose_size(SHAPE, device_kv, None, free_bytes=36 * SHAPE.block_bytes, max_batch=8, max_model_len=40)
+@pytest.mark.parametrize(("device_kv", "place"), [(None, "bytes free"), (SHAPE.block_bytes - 1, "--device-kv")])
+def test_no_room_for_one_block_is_refused_with_a_cure(device_kv: int | None, place: str) -> None:
+    with pytest.raises(ConfigError, match=f"{place}.*no room for one KV block.*--block-size"):
+        choose_size(SHAPE, device_kv, None, free_bytes=SHAPE.block_bytes, max_batch=8, max_model_len=40)
 
 
 def filled(num_device: int, num_host: int) -> KVCache:
