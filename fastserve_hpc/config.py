@@ -65,8 +65,9 @@ class EngineConfig:
     def check_world_size(self, world_size: int) -> None:
         """Raise `ConfigError` with the right `-n` where the launcher started another number of ranks."""
         if world_size != self.world_size:
+            started = "1 rank was" if world_size == 1 else f"{world_size} ranks were"
             raise ConfigError(
-                f"{world_size} rank{'s were' if world_size > 1 else ' was'} started, but --tp {self.tp} x --pp {self.pp} = {self.world_size}: "
+                f"{started} started, but --tp {self.tp} x --pp {self.pp} = {self.world_size}: "
                 f"start with -n {self.world_size}"
             )
 

@@ -75,7 +75,7 @@ class Front:
             max_batch_tokens=engine.max_batch_tokens,
             num_stages=engine.pp,
         )
-        info = EngineInfo(self._model.name, self._model.limits.max_model_len, engine.tp, engine.pp)
+        info = EngineInfo(self._model.name, built.max_model_len, engine.tp, engine.pp)
         return Coordinator(
             scheduler,
             control,

@@ -11,6 +11,7 @@ from fastserve_hpc.boot.models import ServedModel, Weights
 from fastserve_hpc.boot.world import World
 from fastserve_hpc.config import EngineConfig
 from fastserve_hpc.core.plan import IterationPlan, RankReport
+from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.parallel.comm import TensorComm
 from fastserve_hpc.parallel.single import SingleComm
 from fastserve_hpc.worker.fake import FakeWorker
@@ -38,20 +39,21 @@ class BuiltWorker:
     worker: RankWorker
     num_blocks: int
     """KV blocks that every rank has on its device."""
+    max_model_len: int
     comm: TensorComm
 
 
 def build_worker(config: EngineConfig, model: ServedModel, world: World) -> BuiltWorker:
     """Collective: every rank builds its own. Raises what is wrong with model, memory or settings."""
     if model.weights is None:
-        return _fake(config, world)
+        return _fake(config, model, world)
     return _real(config, model, model.weights, world)
 
 
-def _fake(config: EngineConfig, world: World) -> BuiltWorker:
+def _fake(config: EngineConfig, model: ServedModel, world: World) -> BuiltWorker:
     rank, has_result = world.topology.rank, world.topology.reports_results
     worker = FakeWorker(config.block_size, FAKE_BLOCKS, rank=rank, has_result=has_result)
-    return BuiltWorker(worker, FAKE_BLOCKS, SingleComm())
+    return BuiltWorker(worker, FAKE_BLOCKS, model.limits.max_model_len, SingleComm())
 
 
 def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: World) -> BuiltWorker:
@@ -76,6 +78,7 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
     size = _agree_on_size(
         config, shape, memory.free_bytes() // (ranks_here if device.type == "cpu" else 1), model, world
     )
+    max_model_len = limit_length(config, size.device_blocks, model, world)
     worker = Worker(
         stage,
         KVCache(shape, size, device),
@@ -84,9 +87,9 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
         memory,
         max_tokens=config.max_batch_tokens,
         max_seqs=config.max_batch,
-        max_model_len=model.limits.max_model_len,
+        max_model_len=max_model_len,
     )
-    return BuiltWorker(worker, size.device_blocks, comm)
+    return BuiltWorker(worker, size.device_blocks, max_model_len, comm)
 
 
 def _choose_device(local_rank: int) -> torch.device:
@@ -107,3 +110,15 @@ def _agree_on_size(config: EngineConfig, shape: KVShape, free_bytes: int, model:
     own = choose_size(shape, config.device_kv, config.host_kv, free_bytes, config.max_batch, model.limits.max_model_len)
     device_blocks, host_blocks = world.minimum(own.device_blocks, own.host_blocks)
     return KVSize(device_blocks, host_blocks)
+
+
+def limit_length(config: EngineConfig, num_blocks: int, model: ServedModel, world: World) -> int:
+    """The longest request that the KV cache can hold; a limit that the user asked for is not cut silently."""
+    capacity, limit = num_blocks * config.block_size, model.limits.max_model_len
+    if capacity >= limit:
+        return limit
+    room = f"the KV cache of the smallest rank holds {num_blocks} blocks, {capacity} tokens"
+    if config.max_model_len is not None:
+        raise ConfigError(f"--max-model-len {limit}, but {room}: lower it to {capacity} or give more --device-kv")
+    world.say(f"{room}: requests are limited to that, not to the model's {limit}; more --device-kv raises it")
+    return capacity

@@ -224,7 +224,7 @@ class Coordinator:
     def _enter(self, state: EngineState) -> None:
         self._state = state
         self._flush()
-        self._queue.send(EngineOutput(state=state))
+        self._queue.send(EngineOutput(state=state, max_model_len=self._info.max_model_len))
 
     def _flush(self) -> None:
         if self._deltas:

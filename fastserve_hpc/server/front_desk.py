@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import singledispatchmethod
 
 from fastserve_hpc import protocol
@@ -93,12 +94,14 @@ class FrontDesk:
             self._take_tokens(tokens)
         if output.status is not None:
             self._take_status(output.status)
+        if output.max_model_len is not None:
+            self._limit_length(output.max_model_len)
         if output.state is not None:
             self._enter(output.state)
 
     def coordinator_died(self) -> None:
         """Tell everybody that no more will come."""
-        self._tell_all("internal", "the server ended unexpectedly; its own output says why")
+        self._tell_all("ended", "the server ended unexpectedly; its own output says why")
         self._state = "ended"
 
     def drop_gone(self) -> None:
@@ -208,6 +211,10 @@ class FrontDesk:
             self._tell_all("ended", "the server has ended before this request was finished: send it to another one")
         else:
             self._endpoint_file.update(state=state)
+
+    def _limit_length(self, max_model_len: int) -> None:
+        self._admission.limits = replace(self._admission.limits, max_model_len=max_model_len)
+        self._endpoint_file.update(max_model_len=max_model_len)
 
     def _tell_all(self, code: str, message: str) -> None:
         for outcome in self._sessions.fail_all(code, message):

@@ -66,6 +66,8 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     deltas: list[TokenDelta] = []
     status: EngineStatus | None = None
     state: EngineState | None = None
+    max_model_len: int | None = None
+    """With "ready": what the KV cache leaves of the limit that the ingress was started with."""
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -61,17 +61,16 @@ def choose_size(
     """Blocks for budgets in bytes; None: what `max_batch` longest requests need, within half of the free memory.
 
     `free_bytes` is this rank's share of what is free, where ranks share a node also of that. Raises
-    `ConfigError` where the device's blocks cannot hold one longest request.
+    `ConfigError` where the device has not room for a single block.
     """
-    blocks_per_request = -(-max_model_len // shape.block_size)
+    wanted = max_batch * -(-max_model_len // shape.block_size)
     affordable = shape.num_blocks(int(free_bytes * _MEMORY_FRACTION)) // (2 if host_kv is None else 1)
-    device = min(max_batch * blocks_per_request, affordable) if device_kv is None else shape.num_blocks(device_kv)
-    if device < blocks_per_request:
-        given = f"{free_bytes / 2**20:.0f} MiB free" if device_kv is None else f"--device-kv {device_kv} bytes"
+    device = min(wanted, affordable) if device_kv is None else shape.num_blocks(device_kv)
+    if device < 1:
+        given = f"{free_bytes} bytes free" if device_kv is None else f"--device-kv {device_kv} bytes"
         raise ConfigError(
-            f"{given}: room for {device} KV blocks, but one request of --max-model-len {max_model_len} needs "
-            f"{blocks_per_request} ({blocks_per_request * shape.block_bytes / 2**20:.1f} MiB on this rank): "
-            f"give more memory or lower --max-model-len to {device * shape.block_size}"
+            f"{given}: no room for one KV block of {shape.block_bytes} bytes on this rank: "
+            "give more memory or lower --block-size"
         )
     return KVSize(device, device if host_kv is None else shape.num_blocks(host_kv))
 
