@@ -90,7 +90,7 @@ class Watchdog:
     def abort(self, cause: BaseException) -> NoReturn:
         """End all ranks because this one failed; rank 0 prints why: the traceback, or the message of our own errors."""
         code = int(cause.exit_code if isinstance(cause, FastServeError) else ExitCode.INTERNAL)
-        text = f"{self._identity} failed: {_describe(cause)}"
+        text = f"{self._identity} failed, all ranks end: {_describe(cause)}"
         if self._ending.is_set() or not self._thread.is_alive():
             time.sleep(_LAST_RESORT_S if self._ending.is_set() else 0)
             self._leave(text, code)
@@ -194,14 +194,14 @@ class Watchdog:
             self._leave(*self._own_failure)
         name = link.identity or f"rank {link.rank}"
         seen_by = "" if self._rank == 0 else f" (seen by {self._identity})"
-        self._leave(f"{name} is lost: {cause}{seen_by}", ExitCode.INTERNAL)
+        self._leave(f"{name} is lost, all ranks end: {cause}{seen_by}", ExitCode.INTERNAL)
 
     def _leave(self, text: str, code: int, is_printed: bool = False) -> NoReturn:
         """The one way out: say why, tidy up, tell the others, end the process."""
         signal.alarm(_LAST_RESORT_S)  # ends the process should anything below hang
         self._ending.set()
         if not is_printed:
-            os.write(2, f"fastserve-hpc: {text.rstrip()}; all ranks end\n".encode())
+            os.write(2, f"fastserve-hpc: {text.rstrip()}\n".encode())
         with contextlib.suppress(Exception):
             self._on_abort(text)
         if self._rank == 0:

@@ -44,14 +44,16 @@ def test_a_killed_rank_ends_the_others(start, where, victim):
     time.sleep(0.3)
     os.kill(pid, signal.SIGKILL)
     output = end_of(launcher, timeout=5)
-    assert re.search(rf"fastserve-hpc: rank {victim} \(pid {pid} on \S+\) is lost: its connection closed", output)
+    assert re.search(
+        rf"fastserve-hpc: rank {victim} \(pid {pid} on \S+\) is lost, all ranks end: its connection closed", output
+    )
     assert launcher.returncode != 0
 
 
 def test_a_stopped_rank_ends_the_others_within_the_heartbeat(start):
     launcher, pid = start("sum", victim=1, heartbeat_s=2.0, n=3)
     os.kill(pid, signal.SIGSTOP)
-    assert "is lost: no sign of life" in launcher.stdout.readline()
+    assert "is lost, all ranks end: no sign of life" in launcher.stdout.readline()
     os.kill(pid, signal.SIGCONT)
     end_of(launcher, timeout=5)
     assert launcher.returncode != 0

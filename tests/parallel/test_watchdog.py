@@ -75,8 +75,9 @@ def test_a_killed_rank_is_named_and_all_end(make_ranks, victim):
     ranks.processes[victim].kill()
     assert ranks.codes(timeout=5, but=[victim]) == [1, 1]
     witness = 1 if victim == 0 else 0
-    assert f"rank {victim} (pid {pid} on {socket.gethostname()}) is lost: its connection closed" in ranks.stderr(
-        witness
+    assert (
+        f"rank {victim} (pid {pid} on {socket.gethostname()}) is lost, all ranks end: its connection closed"
+        in ranks.stderr(witness)
     )
     assert ranks.stderr(witness).count("\n") == 1
     if victim != 0:
@@ -104,7 +105,7 @@ def test_an_exception_is_printed_by_rank_0_with_its_traceback(make_ranks, victim
     ranks.order(victim, "raise")
     assert ranks.codes(timeout=5) == [1, 1, 1]
     text = ranks.stderr(0)
-    assert f"rank {victim} (pid {ranks.processes[victim].pid} on {socket.gethostname()}) failed:" in text
+    assert f"rank {victim} (pid {ranks.processes[victim].pid} on {socket.gethostname()}) failed, all ranks end:" in text
     assert "Traceback" in text
     assert "ZeroDivisionError: the test asked for it" in text
     assert ranks.stderr(1) == ranks.stderr(2) == ""
@@ -114,7 +115,7 @@ def test_our_own_errors_come_without_traceback_and_with_their_exit_code(make_ran
     ranks = make_ranks().connect()
     ranks.order(2, "config")
     assert ranks.codes(timeout=5) == [2, 2, 2]
-    assert "failed: --tp 3 makes no sense here" in ranks.stderr(0)
+    assert "failed, all ranks end: --tp 3 makes no sense here" in ranks.stderr(0)
     assert "Traceback" not in ranks.stderr(0)
 
 
