@@ -66,7 +66,8 @@ start_batch() {
 
 ask() {
     say "> $1"
-    fastserve submit --endpoint "$ENDPOINT" --max-tokens 40 --stats "$RESULTS/interactive.jsonl" "$1" </dev/null
+    fastserve submit --endpoint "$ENDPOINT" --system "You answer questions in one short sentence." --max-tokens 40 \
+        --stats "$RESULTS/interactive.jsonl" "$1" </dev/null
 }
 
 ask_meanwhile() {
@@ -81,7 +82,7 @@ ask_meanwhile() {
         say "  (the batch has finished already)"
     fi
     ask "What is the chemical symbol of gold?"
-    ask "How many legs does a spider have?"
+    ask "How many days are in a week?"
 }
 
 wait_for_batch() {
