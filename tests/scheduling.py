@@ -121,8 +121,7 @@ class Ranks:
 
     def land(self, change: Callable[[IterationResult], IterationResult] = lambda result: result) -> list[TokenDelta]:
         """The result of the oldest plan in flight comes in."""
-        while not self._to_last[0].slices:
-            self.last.execute(self._to_last.popleft())
+        self._land_empty()
         plan = self._to_last.popleft()
         report = self.last.execute(plan)
         assert report.result is not None
@@ -133,6 +132,13 @@ class Ranks:
         self.check()
         return deltas
 
+    def _land_empty(self) -> None:
+        """Workers answer plans without slices, too."""
+        while self._to_last and not self._to_last[0].slices:
+            report = self.last.execute(self._to_last.popleft())
+            assert report.result is not None
+            assert self.scheduler.update(report.result, self.now) == []
+
     def run(self, max_plans: int = 100_000) -> None:
         """Until all is done; then nothing may be left anywhere."""
         for _ in range(max_plans):
@@ -142,6 +148,11 @@ class Ranks:
             elif plan is None:
                 return self._check_end()
         raise AssertionError(f"not done after {max_plans} plans: {self.scheduler.request_ids()}")
+
+    @property
+    def oldest(self) -> IterationPlan:
+        """The plan in flight whose result is next."""
+        return next(plan for plan in self._to_last if plan.slices)
 
     @property
     def num_in_flight(self) -> int:
@@ -217,7 +228,5 @@ class Ranks:
         assert self.scheduler.is_idle
         assert self.reasons.keys() | self.aborted == self.requests.keys()
         assert self.scheduler.kv.num_used == 0
-        for plan in self._to_last:
-            self.last.execute(plan)
-        self._to_last.clear()
+        self._land_empty()
         assert self.first.request_ids == self.last.request_ids == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def land(self) -> None:
         self.ranks.land()
 
+    @precondition(lambda self: self.ranks.num_in_flight)
+    @rule()
+    def land_with_an_error(self) -> None:
+        """The first that samples cannot go on."""
+        sampling = [piece.request_id for piece in self.ranks.oldest.slices if piece.samples]
+        errors = tuple((request_id, "not a number") for request_id in sampling[:1])
+        self.ranks.land(lambda r: replace(r, token_ids=(-1, *r.token_ids[1:]) if errors else (), errors=errors))
+
     @precondition(lambda self: self.ranks.scheduler.request_ids())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -73,5 +82,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.ranks.run(max_plans=20_000)
 
 
+class LongSchedulerMachine(SchedulerMachine):
+    """The same for longer."""
+
+
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSchedulerLong = pytest.mark.slow(pytest.mark.timeout(900)(LongSchedulerMachine.TestCase))
+TestSchedulerLong.settings = settings(max_examples=1000, stateful_step_count=50, deadline=None)
