@@ -129,7 +129,7 @@ class Sessions:
             return None
         submission = choice.submission
         if tokens.finish_reason == "error":
-            failed = Failed(submission.id, "internal", tokens.error or "the engine failed this request")
+            failed = Failed(submission.id, tokens.error_code, tokens.error or "the engine failed this request")
             self._finish(tokens.request_id, submission)
             return Outcome(submission.peer, failed, self._close(submission))
         delta = choice.take(tokens)
