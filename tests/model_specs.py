@@ -5,10 +5,21 @@ from __future__ import annotations
 from fastserve_hpc.models.spec import ModelSpec, RopeSpec
 
 
-def llama(name: str, **sizes: int) -> ModelSpec:
-    settings = {"num_kv_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position": 8192} | sizes
+def llama(name: str, num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int) -> ModelSpec:
     return ModelSpec(
-        name=name, architecture="llama", norm_eps=1e-5, rope=RopeSpec(5e5), tie_embeddings=False, **settings
+        name=name,
+        architecture="llama",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=intermediate_size,
+        vocab_size=128256,
+        max_position=8192,
+        norm_eps=1e-5,
+        rope=RopeSpec(5e5),
+        tie_embeddings=False,
     )
 
 

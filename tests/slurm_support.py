@@ -14,6 +14,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "slurm" / "testcluster"
 UNAVAILABLE = 69
+OUR_PATH = f"{REPOSITORY}:{REPOSITORY / 'kernels'}"
+"""As PYTHONPATH it lets Python on a node import us where we are not installed."""
 
 Completed = subprocess.CompletedProcess[str]
 
@@ -52,12 +54,12 @@ class Cluster:
     def run(self, *command: str, node: str | None = None, timeout_s: float = 60, **environ: str) -> Completed:
         """Run a command to its end, whatever its exit status."""
         return subprocess.run(
-            self.argv(command, node), capture_output=True, text=True, timeout=timeout_s, env=os.environ | environ
+            self.argv(command, node), capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **environ}
         )
 
     def run_python(self, *launcher: str, code: str, timeout_s: float = 60) -> list[str]:
         """The lines that a Python program prints, run by a launcher as `srun -N2`. It must succeed."""
-        done = self.run(*launcher, sys.executable, "-c", code, timeout_s=timeout_s, PYTHONPATH=str(REPOSITORY))
+        done = self.run(*launcher, sys.executable, "-c", code, timeout_s=timeout_s, PYTHONPATH=OUR_PATH)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.splitlines()
 
@@ -68,7 +70,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | environ,
+            env={**os.environ, **environ},
         )
 
     def kill(self, node: str) -> None:

@@ -19,8 +19,11 @@ class SlurmStep:
     rank: int
     num_tasks: int
     local_rank: int
+    node: str
+    """Where this process runs, as Slurm calls it."""
+    nodes: tuple[str, ...]
     tasks_per_node: tuple[int, ...]
-    """In the order of the step's nodes."""
+    """In the order of `nodes`."""
     mpi: str | None
     """What `--mpi` came to, as "pmi2", where Slurm says."""
 
@@ -66,6 +69,8 @@ def _step(environ: Mapping[str, str]) -> SlurmStep | None:
         rank=_int(environ, "SLURM_PROCID") or 0,
         num_tasks=num_tasks,
         local_rank=_int(environ, "SLURM_LOCALID") or 0,
+        node=environ.get("SLURMD_NODENAME", ""),
+        nodes=tuple(expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))),
         tasks_per_node=tuple(expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))),
         mpi=environ.get("SLURM_MPI_TYPE"),
     )

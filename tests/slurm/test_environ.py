@@ -27,7 +27,9 @@ STEP_ENVIRON = {
     "SLURM_ARRAY_TASK_ID": "3",
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "gpu-a[07-08,11]",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURMD_NODENAME": "gpu-a08",
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
     "SLURM_MPI_TYPE": "pmi2",
@@ -41,7 +43,9 @@ def test_a_step_on_three_nodes() -> None:
     assert allocation.nodes == ("gpu-a07", "gpu-a08", "gpu-a11")
     assert allocation.end_time == 1796061376
     assert (allocation.restarts, allocation.cpus_per_task, allocation.array_task) == (2, 6, 3)
-    assert allocation.step == SlurmStep(3, 5, 1, (2, 2, 1), "pmi2")
+    assert allocation.step == SlurmStep(
+        rank=3, num_tasks=5, local_rank=1, node="gpu-a08", nodes=allocation.nodes, tasks_per_node=(2, 2, 1), mpi="pmi2"
+    )
 
 
 def test_outside_of_slurm_and_in_a_batch_script() -> None:
@@ -105,10 +109,12 @@ def test_what_a_real_step_says(cluster: Cluster) -> None:
     """Ranks, nodes and the end of the time limit, from within a step of two nodes."""
     program = (
         "import os; from fastserve_hpc.slurm.environ import *; a = read_environ(os.environ);"
-        "print(a.step.rank, a.step.num_tasks, a.step.local_rank, *a.step.tasks_per_node, a.step.mpi, *a.nodes,"
-        "a.end_time or ask_end_time(a.job_id))"
+        "print(a.step.rank, a.step.num_tasks, a.step.local_rank, *a.step.tasks_per_node, a.step.mpi, a.step.node,"
+        "*a.step.nodes, a.end_time or ask_end_time(a.job_id))"
     )
     lines = sorted(cluster.run_python("srun", "-N2", "-n4", "--ntasks-per-node=2", "--time=3", code=program))
-    assert [line.rsplit(" ", 1)[0] for line in lines] == [f"{r} 4 {r % 2} 2 2 pmi2 n1 n2" for r in range(4)]
+    assert [line.rsplit(" ", 1)[0] for line in lines] == [
+        f"{r} 4 {r % 2} 2 2 pmi2 n{r // 2 + 1} n1 n2" for r in range(4)
+    ]
     ends = [float(line.rsplit(" ", 1)[1]) for line in lines]
     assert all(120 < end - time.time() <= 181 for end in ends)

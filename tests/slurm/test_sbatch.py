@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_support import REPOSITORY, Cluster, wait_until
+from slurm_support import OUR_PATH, Cluster, wait_until
 
 from fastserve_hpc.slurm.script import Option, Script, Shard, directive, render
 
@@ -116,13 +116,12 @@ def test_the_command_submits(cluster: Cluster, tmp_path: Path) -> None:
     """`--test-only` and `--submit` on the login host, from the options to a job in the queue."""
     command = [sys.executable, "-m", "fastserve_hpc", "sbatch", "serve", "--sbatch-option", "hold", "--log"]
     command.append(str(tmp_path / "log"))
-    environ = {"PYTHONPATH": str(REPOSITORY)}
-    assert cluster.run(*command, "--test-only", **environ).stdout == "sbatch would take it\n"
+    assert cluster.run(*command, "--test-only", PYTHONPATH=OUR_PATH).stdout == "sbatch would take it\n"
     assert not cluster.has_jobs()
-    done = cluster.run(*command, "--submit", **environ)
+    done = cluster.run(*command, "--submit", PYTHONPATH=OUR_PATH)
     job_id = cluster.run("squeue", "--noheader", "--format=%i %j").stdout.split()
     assert job_id[1] == "fastserve-smollm2-135m"
     assert done.stdout.startswith(f"submitted job {job_id[0]};")
-    refused = cluster.run(*command, "--submit", "--partition=nowhere", **environ)
+    refused = cluster.run(*command, "--submit", "--partition=nowhere", PYTHONPATH=OUR_PATH)
     assert refused.returncode == 1
     assert "error: sbatch refused the script: invalid partition specified: nowhere" in refused.stderr
