@@ -15,8 +15,10 @@ from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.parallel.topology import Topology
 
-_MEMORY_FRACTION = 0.5
-"""Of the free memory, what both tiers take together where nobody said how much."""
+_DEVICE_FRACTION = 0.9
+"""Of a GPU's free memory, what its tier takes where nobody said how much."""
+_SHARED_FRACTION = 0.5
+"""The same where the tiers share one memory, for both together: others live there, too."""
 _ALIGNMENT = 2**21
 """A huge page; no vector of a block crosses a cache line."""
 
@@ -56,23 +58,40 @@ class KVSize:
 
 
 def choose_size(
-    shape: KVShape, device_kv: int | None, host_kv: int | None, free_bytes: int, max_batch: int, max_model_len: int
+    shape: KVShape,
+    device_kv: int | None,
+    host_kv: int | None,
+    free_bytes: int,
+    max_batch: int,
+    max_model_len: int,
+    host_free_bytes: int | None = None,
 ) -> KVSize:
-    """Blocks for budgets in bytes; None: what `max_batch` longest requests need, within half of the free memory.
+    """Blocks for budgets in bytes; None: what `max_batch` longest requests need, as far as memory allows.
 
-    `free_bytes` is this rank's share of what is free, where ranks share a node also of that. Raises
-    `ConfigError` where the device has not room for a single block.
+    `free_bytes` is this rank's share of what its device has free, `host_free_bytes` of what the host has, None
+    where they are the same memory. Raises `ConfigError` where the device has not room for a single block.
     """
-    wanted = max_batch * -(-max_model_len // shape.block_size)
-    affordable = shape.num_blocks(int(free_bytes * _MEMORY_FRACTION)) // (2 if host_kv is None else 1)
-    device = min(wanted, affordable) if device_kv is None else shape.num_blocks(device_kv)
+    budget = _device_budget(host_kv, free_bytes, host_free_bytes) if device_kv is None else device_kv
+    device = shape.num_blocks(budget)
     if device < 1:
         given = f"{free_bytes} bytes free" if device_kv is None else f"--device-kv {device_kv} bytes"
         raise ConfigError(
             f"{given}: no room for one KV block of {shape.block_bytes} bytes on this rank: "
             "give more memory or lower --block-size"
         )
-    return KVSize(device, device if host_kv is None else shape.num_blocks(host_kv))
+    if device_kv is None:
+        device = min(device, max_batch * -(-max_model_len // shape.block_size))
+    if host_kv is not None:
+        return KVSize(device, shape.num_blocks(host_kv))
+    return KVSize(device, device if host_free_bytes is None else min(device, shape.num_blocks(host_free_bytes // 2)))
+
+
+def _device_budget(host_kv: int | None, free_bytes: int, host_free_bytes: int | None) -> int:
+    """What the device tier may take of the free memory; activations and others need some, too."""
+    if host_free_bytes is not None:
+        return int(free_bytes * _DEVICE_FRACTION)
+    both = int(free_bytes * _SHARED_FRACTION)
+    return both // 2 if host_kv is None else max(0, both - host_kv)
 
 
 class KVCache:
@@ -94,6 +113,10 @@ class KVCache:
     def layer(self, index: int) -> torch.Tensor:
         """The device blocks of this stage's layer `index`: a view [num_blocks, 2, kv_heads, block_size, head_dim]."""
         return self.device_tier[:, index]
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Zero whole blocks of the device tier: what is not a number in them would spoil their next owners."""
+        self.device_tier.index_fill_(0, slots.long(), 0)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Start copies; uploads are complete for all compute that is enqueued afterwards.

@@ -94,12 +94,27 @@ class Worker:
         hidden = self._receive(batch)
         start = time.perf_counter()
         output = self._model.forward(batch, self._kv, hidden)
+        self._clear_broken(batch, output)
         if not self._topology.is_last_stage:
             self._comm.send_next(output)
         if not self._topology.reports_results:
             return None
         result = self._outputs.read(plan.plan_id, batch, output)
         return replace(result, compute_s=time.perf_counter() - start)
+
+    def _clear_broken(self, batch: Batch, output: torch.Tensor) -> None:
+        """Zero the blocks of sequences whose output is not a number: attention reads stale slots, times 0, too.
+
+        It spreads to every column, so one is looked at. Such a request ends, and shares its blocks with no other.
+        """
+        finite = output[:, 0].isfinite()
+        if bool(finite.all()):
+            return
+        rows = batch.sample_rows if self._topology.is_last_stage else torch.arange(batch.num_tokens)
+        broken = torch.searchsorted(batch.query_start, rows.to(finite.device)[~finite], right=True) - 1
+        for i in sorted(set(broken.tolist())):
+            num_blocks = -(-int(batch.seq_lens[i]) // self._table.block_size)
+            self._kv.clear(batch.block_tables[i, :num_blocks])
 
     def _receive(self, batch: Batch) -> torch.Tensor | None:
         if self._topology.is_first_stage:

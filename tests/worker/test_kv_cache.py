@@ -87,11 +87,27 @@ def test_default_is_what_the_batch_can_use_where_memory_is_ample() -> None:
     assert size == KVSize(8 * 11, 8 * 11)
 
 
-def test_default_leaves_half_of_the_free_memory() -> None:
+def test_default_leaves_half_of_memory_that_both_tiers_share() -> None:
     free = 100 * SHAPE.block_bytes
     size = choose_size(SHAPE, None, None, free_bytes=free, max_batch=8, max_model_len=40)
     assert size == KVSize(25, 25)
     assert choose_size(SHAPE, None, 0, free_bytes=free, max_batch=8, max_model_len=40) == KVSize(50, 0)
+    host_kv = 30 * SHAPE.block_bytes
+    assert choose_size(SHAPE, None, host_kv, free_bytes=free, max_batch=8, max_model_len=40) == KVSize(20, 30)
+
+
+@pytest.mark.parametrize(("host_blocks_free", "host"), [(1000, 90), (60, 30)])
+def test_default_on_a_device_with_its_own_memory(host_blocks_free: int, host: int) -> None:
+    size = choose_size(
+        SHAPE,
+        None,
+        None,
+        free_bytes=100 * SHAPE.block_bytes,
+        max_batch=50,
+        max_model_len=40,
+        host_free_bytes=host_blocks_free * SHAPE.block_bytes,
+    )
+    assert size == KVSize(90, host)
 
 
 @pytest.mark.parametrize(("device_kv", "place"), [(None, "bytes free"), (SHAPE.block_bytes - 1, "--device-kv")])

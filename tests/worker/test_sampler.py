@@ -61,7 +61,7 @@ sample_rows = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rows=st.lists(sample_rows, min_size=1, max_size=6), seed=st.integers(0, 2**31))
 def test_every_row_is_chosen_as_the_reference_says(rows: list[SampleRow], seed: int) -> None:
     logits = random_logits(len(rows), seed)
@@ -76,7 +76,7 @@ def test_every_row_is_chosen_as_the_reference_says(rows: list[SampleRow], seed: 
             assert token_id in reference.drawn(reference.distribution(expected, params), number)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rows=st.lists(sample_rows, min_size=2, max_size=8), seed=st.integers(0, 2**31), data=st.data())
 def test_a_rows_token_does_not_depend_on_its_neighbours(rows: list[SampleRow], seed: int, data: st.DataObject) -> None:
     logits = random_logits(len(rows), seed, vocab=1000)
@@ -85,7 +85,7 @@ def test_a_rows_token_does_not_depend_on_its_neighbours(rows: list[SampleRow], s
     assert choose(logits[order], [rows[i] for i in order]) == [together[i] for i in order]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rows=st.lists(sample_rows, min_size=1, max_size=8), seed=st.integers(0, 2**31), vocab=st.sampled_from([50, 999]))
 def test_both_ways_to_draw_give_the_same_tokens(rows: list[SampleRow], seed: int, vocab: int) -> None:
     rows = [one._replace(sampling=replace(one.sampling, temperature=1.1)) for one in rows]

@@ -101,7 +101,7 @@ params = st.builds(
 prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30).map(tuple)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), sampling=st.lists(params, min_size=2, max_size=6), num_stages=st.sampled_from([1, 2]))
 def test_every_request_gets_the_answer_it_gets_alone(
     data: st.DataObject, sampling: list[SamplingParams], num_stages: int

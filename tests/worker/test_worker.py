@@ -257,6 +257,22 @@ def test_output_that_is_no_number_is_the_error_of_its_request_only(spoil: Callab
     assert "--dtype float32" in message
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_blocks_of_output_that_is_no_number_are_cleared_on_every_stage(
+    spoil: Callable[[int], None], num_stages: int
+) -> None:
+    link = Link()
+    workers = [make_worker(Topology(rank, 1, num_stages), link) for rank in range(num_stages)]
+    for worker in workers:
+        worker._kv.device_tier.fill_(1.0)
+    one = Coordinator(workers, Slots([4, 6, 5, 8]))
+    spoil(1)  # the second request's logits; of two stages also, on the first, a token of the first request
+    new = tuple(new_request(i, PROMPT) for i in (1, 2))
+    one.plan(*(one.slots.slice(i, 0, 7, samples=True) for i in (1, 2)), new_requests=new)
+    cleared = [[slot for slot, block in enumerate(worker._kv.device_tier) if not block.any()] for worker in workers]
+    assert cleared == ([[5, 8]] if num_stages == 1 else [[4, 6], [4, 5, 6, 8]])
+
+
 def test_prompt_score_that_is_no_number_is_an_error(spoil: Callable[[int], None]) -> None:
     spoil(2)
     one = coordinator()

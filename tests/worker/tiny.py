@@ -51,9 +51,10 @@ class TinyModel:
         i = int(torch.searchsorted(batch.query_start, row, right=True)) - 1
         context = int(batch.seq_lens[i] - batch.query_lens[i]) + row - int(batch.query_start[i]) + 1
         assert context == int(batch.positions[row]) + 1
-        ids = kv.layer(0)[batch.block_tables[i].long(), 0, 0, :, 0].reshape(-1)[:context].long()
+        ids = kv.layer(0)[batch.block_tables[i].long(), 0, 0, :, 0].reshape(-1)[:context]
         weights = torch.cos(torch.arange(context, dtype=torch.float32))
-        return (self._table[ids] * weights[:, None]).sum(dim=0)
+        spoilt = 0 * ids.sum()  # NaN spreads, as it does in attention
+        return (self._table[ids.nan_to_num().long()] * weights[:, None]).sum(dim=0) + spoilt
 
 
 class Link:
