@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from fastserve_hpc.parallel.topology import Topology
 
 
 class Collectives(Protocol):
-    """What a stage's ranks do together; where one exists for the node, shared memory takes MPI's place."""
+    """What the ranks of a stage do together."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TensorComm.all_reduce`."""
@@ -30,23 +31,31 @@ class MpiTensorComm:
     """`TensorComm` over MPI. Making one is collective over `world`.
 
     `max_link_bytes`: the largest hidden state, max_batch_tokens * hidden_size * bytes per element.
-    `check` raises once a rank is lost; every wait calls it.
+    `check` raises once a rank is lost; every wait calls it. `make_collectives` is called with the communicator of this
+    rank's stage, in tp_rank order: the place for collectives through the node's shared memory.
     """
 
-    def __init__(self, world: MPI.Intracomm, topology: Topology, max_link_bytes: int, check: Hook = do_nothing) -> None:
+    def __init__(
+        self,
+        world: MPI.Intracomm,
+        topology: Topology,
+        max_link_bytes: int,
+        check: Hook = do_nothing,
+        make_collectives: Callable[[MPI.Intracomm, Waiter], Collectives] = MpiGroup,
+    ) -> None:
         self._waiter = Waiter(check, SPIN_CROWDED_S if is_crowded(world) else SPIN_S)
         links = world.Dup()
-        self.stage_comm = MPI.Intracomm(world.Split(topology.stage, topology.tp_rank))
-        self.collectives: Collectives = MpiGroup(self.stage_comm, self._waiter)
+        stage_comm = MPI.Intracomm(world.Split(topology.stage, topology.tp_rank))
+        self._collectives = make_collectives(stage_comm, self._waiter)
         previous_rank, next_rank = topology.previous_rank, topology.next_rank
         self._recv = None if previous_rank is None else RecvLink(links, previous_rank, max_link_bytes, self._waiter)
         self._send = None if next_rank is None else SendLink(links, next_rank, max_link_bytes, self._waiter)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self.collectives.all_reduce(x)
+        return self._collectives.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return self.collectives.all_gather(x)
+        return self._collectives.all_gather(x)
 
     def send_next(self, x: Tensor) -> None:
         if self._send is None:

@@ -13,6 +13,9 @@ from torch import Tensor
 from fastserve_hpc.parallel.idle import Waiter
 from fastserve_hpc.parallel.mpi_api import MPI
 
+_ALIGNMENT = 64
+_ONE_ROUND_BYTES = 128 * 1024
+
 
 def as_bytes(x: Tensor) -> MPI.buffer:
     """The memory of a contiguous host tensor, of any dtype; the tensor must outlive its use."""
@@ -32,32 +35,59 @@ class MpiGroup:
         """Sum in place; see `TensorComm.all_reduce`."""
         if not self._others or x.numel() == 0:
             return x
-        first, *rest = self._exchange(x.contiguous())
-        total = first.to(torch.float32, copy=True)
-        for part in rest:
-            total += part
-        return x.copy_(total)
+        own = x.contiguous()
+        if own.numel() * own.element_size() <= _ONE_ROUND_BYTES:
+            self._sum_whole(own.view(-1))
+        else:
+            self._sum_by_shares(own.view(-1))
+        return x if own is x else x.copy_(own)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Join along the last dimension; see `TensorComm.all_gather`."""
-        if not self._others:
-            return x
-        return torch.cat(self._exchange(x.contiguous()), dim=-1)
+        if not self._others or x.numel() == 0:
+            return x.repeat_interleave(self._comm.size, dim=-1)
+        return torch.cat(self._gather(x.contiguous()), dim=-1)
 
-    def _exchange(self, own: Tensor) -> list[Tensor]:
-        """Every rank's tensor in rank order; views that the next exchange overwrites."""
-        parts = self._parts(own)
-        requests = [self._comm.Irecv([as_bytes(parts[rank]), MPI.BYTE], rank) for rank in self._others]
-        requests += [self._comm.Isend([as_bytes(own), MPI.BYTE], rank) for rank in self._others]
-        self._waiter.until(lambda: MPI.Request.Testall(requests))
+    def _sum_whole(self, x: Tensor) -> None:
+        """One round: everyone gets everything. The fastest for small tensors."""
+        x.copy_(_sum_in_order(self._gather(x)))
+
+    def _sum_by_shares(self, x: Tensor) -> None:
+        """Two rounds: each rank sums a share of the elements, then everyone gets the sums. Moves and adds the least."""
+        shares = list(x.tensor_split(self._comm.size))
+        own = shares[self._comm.rank]
+        parts = self._slots(own)
+        self._swap(shares, parts)
+        own.copy_(_sum_in_order(parts))
+        self._swap([own] * self._comm.size, shares)
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        """Every rank's tensor in rank order; views that the next call overwrites."""
+        parts = self._slots(own)
+        self._swap([own] * self._comm.size, parts)
         return parts
 
-    def _parts(self, own: Tensor) -> list[Tensor]:
+    def _swap(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+        """Send the r-th of `outgoing` to rank r, receive the r-th of `incoming` from it."""
+        requests = [self._comm.Irecv([as_bytes(incoming[rank]), MPI.BYTE], rank) for rank in self._others]
+        requests += [self._comm.Isend([as_bytes(outgoing[rank]), MPI.BYTE], rank) for rank in self._others]
+        self._waiter.until(lambda: MPI.Request.Testall(requests))
+
+    def _slots(self, own: Tensor) -> list[Tensor]:
+        """Room for a tensor like `own` from each rank, with `own` itself in this rank's place."""
         size = own.numel() * own.element_size()
-        stride = -(-size // 64) * 64
+        stride = -(-size // _ALIGNMENT) * _ALIGNMENT
         if self._arena.numel() < stride * self._comm.size:
             self._arena = torch.empty(stride * self._comm.size, dtype=torch.uint8)
         starts = range(0, stride * self._comm.size, stride)
-        parts = [self._arena[start : start + size].view(own.dtype).view(own.shape) for start in starts]
-        parts[self._comm.rank] = own
-        return parts
+        slots = [self._arena[start : start + size].view(own.dtype).view(own.shape) for start in starts]
+        slots[self._comm.rank] = own
+        return slots
+
+
+def _sum_in_order(parts: list[Tensor]) -> Tensor:
+    """The float32 sum, added up from the first to the last."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total

@@ -62,9 +62,11 @@ class TorchTensorComm:
         return own
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._topology.tp_size > 1:
-            dist.all_reduce(x, group=self._stage_group)
-        return x
+        if self._topology.tp_size == 1 or x.numel() == 0:
+            return x
+        own = x.contiguous()
+        dist.all_reduce(own, group=self._stage_group)
+        return x if own is x else x.copy_(own)
 
     def all_gather(self, x: Tensor) -> Tensor:
         if self._topology.tp_size == 1:

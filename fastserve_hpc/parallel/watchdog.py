@@ -200,9 +200,9 @@ class Watchdog:
         """The one way out: say why, tidy up, tell the others, end the process."""
         signal.alarm(_LAST_RESORT_S)  # ends the process should anything below hang
         self._ending.set()
-        if not is_printed:
-            os.write(2, f"fastserve-hpc: {text.rstrip()}\n".encode())
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # nothing must keep the process alive
+            if not is_printed:
+                os.write(2, f"fastserve-hpc: {text.rstrip()}\n".encode())
             self._on_abort(text)
         if self._rank == 0:
             for link in self._links.values():

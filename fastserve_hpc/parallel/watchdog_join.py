@@ -15,7 +15,7 @@ from fastserve_hpc.errors import RankError
 from fastserve_hpc.parallel.addresses import LOOPBACK, local_addresses
 from fastserve_hpc.parallel.watchdog_wire import HandshakeError, Link, admit_client, prove_to_server
 
-_HANDSHAKE_S = 5.0
+_HANDSHAKE_S = 10.0
 _MAX_HANDSHAKES = 128
 _RETRY_S = 0.1
 
@@ -51,11 +51,10 @@ class Listener:
             while missing and time.monotonic() < deadline:
                 self._open_door()
                 for link in self._newcomers():
-                    if link.rank in missing:
-                        missing.remove(link.rank)
-                        links[link.rank] = link
-                    else:
-                        link.close()
+                    missing.discard(link.rank)
+                    if link.rank in links:  # it gave up too early on the first connection
+                        links[link.rank].close()
+                    links[link.rank] = link
         if missing:
             raise RankError(f"the watchdogs of ranks {sorted(missing)} did not join within {timeout_s:g} s")
         return list(links.values())
