@@ -25,7 +25,10 @@ def main(batch_file: str, interactive_file: str) -> None:
     table.add_row("interactive", str(len(questions)), f"{_rate(questions):.1f}", *_times(_interactive(questions)))
     console = Console(highlight=False)
     console.print(table)
-    console.print("tokens/s: of all batch requests together; of one interactive request. TTFT: time to first token.")
+    console.print(
+        "Times in seconds; TTFT is the time to the first token. The tokens/s of the batch are those of all its"
+    )
+    console.print("requests together, the interactive ones those of one request.")
 
 
 def _interactive(questions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def _rate(questions: list[dict[str, Any]]) -> float:
 
 def _times(summary: dict[str, Any]) -> list[str]:
     values = [summary[name][p] for name in ("ttft_s", "latency_s") for p in ("p50", "p95")]
-    return ["-" if value is None else f"{value:.2f} s" for value in values]
+    return ["-" if value is None else f"{value:.2f}" for value in values]
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ A request that does not fit the server's context is cut, and the number of those
 """
 
 DEFAULT_VOCAB_SIZE = 32000
-"""Of the usual vocabularies the smallest; used where the server does not tell."""
+"""Of the usual vocabularies the smallest."""
 
 
 @click.command(epilog=_EPILOG, short_help="Load a server as a trace says, report latencies.")
@@ -42,6 +42,11 @@ DEFAULT_VOCAB_SIZE = 32000
 @click.option("--offline", is_flag=True, help="Send all requests at once.")
 @click.option("--scale-lengths", type=click.FloatRange(min=0, min_open=True), help="Multiply all lengths by this.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts, and of times drawn for --rate.")
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(min=2),
+    help=f"Prompts are of ids below this. Default: the model's, or {DEFAULT_VOCAB_SIZE} where the server does not tell.",
+)
 @endpoint_options()
 @json_option()
 def command(endpoint: str | None, job: str | None, as_json: bool, **load_options: Any) -> ExitCode:
@@ -57,11 +62,14 @@ def command(endpoint: str | None, job: str | None, as_json: bool, **load_options
     return _show(outcomes, wall_s, as_json)
 
 
-def _plan(status: EngineStatus, seed: int, **options: Any) -> tuple[list[Load], list[list[int]]]:
+def _plan(
+    status: EngineStatus, seed: int, vocab_size: int | None, **options: Any
+) -> tuple[list[Load], list[list[int]]]:
     from fastserve_hpc.bench.trace import make_prompts
 
     loads = _loads(status, seed=seed, **options)
-    return loads, make_prompts(loads, int(status.details.get("vocab_size", DEFAULT_VOCAB_SIZE)), seed)
+    known = int(status.details.get("vocab_size", DEFAULT_VOCAB_SIZE))
+    return loads, make_prompts(loads, vocab_size or known, seed)
 
 
 def _loads(
@@ -88,16 +96,18 @@ def _loads(
 
 
 def _tick() -> Callable[[Outcome, int], None]:
-    """Says on standard error what failed and, each tenth of the load, how far it has come."""
-    finished = 0
+    """Says on standard error what failed first and, each tenth of the load, how far it has come."""
+    finished = failed = 0
 
     def tick(outcome: Outcome, total: int) -> None:
-        nonlocal finished
+        nonlocal finished, failed
         finished += 1
-        if outcome.error is not None:
+        failed += outcome.error is not None
+        if outcome.error is not None and failed == 1:
             click.echo(f"bench: a request failed: {outcome.error}", err=True)
         if finished % max(1, total // 10) == 0:
-            click.echo(f"bench: {finished} of {total} requests finished", err=True)
+            failures = f", {failed} of them failed" if failed else ""
+            click.echo(f"bench: {finished} of {total} requests finished{failures}", err=True)
 
     return tick
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_a_table_for_people(run: Run, trace: str) -> None:
     output = run("bench", "--trace", trace, "--requests", "3", "--rate", "100").stdout
     assert "3 requests (0 failed)" in output
     assert "normalized_latency" in output
+
+
+def test_prompts_stay_in_the_vocabulary(run: Run, server: FakeServer, trace: str) -> None:
+    run("bench", "--trace", trace, "--requests", "2", "--vocab-size", "50")
+    assert all(0 <= token_id < 50 for request in server.requests for token_id in request["prompt"])
+    server.requests.clear()
+    server.status = replace(server.status, details={"vocab_size": 40})
+    run("bench", "--trace", trace, "--requests", "2")
+    assert all(0 <= token_id < 40 for request in server.requests for token_id in request["prompt"])
 
 
 def test_failures_are_said_and_exit_3(run: Run, server: FakeServer, trace: str) -> None:
