@@ -23,12 +23,9 @@ def main(batch_file: str, interactive_file: str) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_row("batch", str(batch["requests"]), f"{batch['output_tokens_per_s']:.1f}", *_times(batch))
     table.add_row("interactive", str(len(questions)), f"{_rate(questions):.1f}", *_times(_interactive(questions)))
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(
-        "Times in seconds; TTFT is the time to the first token. The tokens/s of the batch are those of all its"
-    )
-    console.print("requests together, the interactive ones those of one request.")
+    console.print("Times in seconds; TTFT: time to the first token; tokens/s: of the whole batch, of one question.")
 
 
 def _interactive(questions: list[dict[str, Any]]) -> dict[str, Any]:

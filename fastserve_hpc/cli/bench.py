@@ -45,7 +45,7 @@ DEFAULT_VOCAB_SIZE = 32000
 @click.option(
     "--vocab-size",
     type=click.IntRange(min=2),
-    help=f"Prompts are of ids below this. Default: the model's, or {DEFAULT_VOCAB_SIZE} where the server does not tell.",
+    help=f"Of the prompts' ids. Default: the model's, or {DEFAULT_VOCAB_SIZE} where the server does not tell.",
 )
 @endpoint_options()
 @json_option()

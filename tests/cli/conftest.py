@@ -30,7 +30,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
 
 @pytest.fixture
-def run(server: FakeServer) -> Run:  # noqa: ARG001  no test may reach a real server
+def run(server: FakeServer) -> Run:
     """`run("status", "--json")`: the command's result."""
 
     def run(*args: str, **kwargs: Any) -> Result:
