@@ -11,6 +11,7 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import threading
 import time
 import traceback
@@ -29,6 +30,7 @@ _LAST_RESORT_S = 5
 _GOODBYE_S = 1.0
 _TELL_S = 0.5
 _MAX_TRACEBACK = 16_000
+_SECONDS = struct.Struct("!d")
 
 OnAbort = Callable[[str], None]
 
@@ -54,6 +56,9 @@ class Watchdog:
         self._own_failure: tuple[str, int] | None = None
         self._failed_at: float | None = None
         self._is_closing = False
+        self._allowance_s = heartbeat_s
+        self._is_told = threading.Event()
+        self._is_told.set()
         self._ending = threading.Event()
         self._connected = threading.Event()
         self._wake, self._alarm = socket.socketpair()
@@ -99,6 +104,17 @@ class Watchdog:
         self._thread.join(_ANSWER_S + _LAST_RESORT_S)
         os._exit(code)
 
+    def allow_silence(self, silence_s: float) -> None:
+        """Tell the others that this rank may be silent for so long, until this is called again.
+
+        For phases that may hold the interpreter lock, such as the loading of large libraries from a slow file system.
+        That a rank ends is still noticed at once.
+        """
+        self._allowance_s = silence_s
+        self._is_told.clear()
+        self._alarm.send(b"!")
+        self._is_told.wait(_TELL_S)
+
     def close(self) -> None:
         """Tell the others that this rank ends as planned, and stop watching."""
         self._is_closing = True
@@ -111,6 +127,7 @@ class Watchdog:
     def _begin(self, start_s: float) -> None:
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         for link in self._links.values():
+            link.allowance_s = self._heartbeat_s
             self._selector.register(link, selectors.EVENT_READ, link)
             link.send(Kind.HELLO, self._identity.encode())
         self._thread.start()
@@ -135,6 +152,7 @@ class Watchdog:
             else:
                 self._take(key.data)
         self._pass_on_failure(now)
+        self._tell_allowance()
         self._beat(now)
         self._judge(now)
 
@@ -161,6 +179,8 @@ class Watchdog:
             self._connected.set()
         elif frame.kind is Kind.BYE:
             link.said_bye = True
+        elif frame.kind is Kind.ALLOW:
+            link.allowance_s = _SECONDS.unpack(frame.payload)[0]
         elif frame.kind is Kind.ABORT:
             code, text = frame.payload[0], frame.payload[1:].decode(errors="replace")
             self._leave(text, code, is_printed=self._rank != 0)
@@ -177,6 +197,12 @@ class Watchdog:
         elif now - self._failed_at > _ANSWER_S:
             self._leave(text, code)
 
+    def _tell_allowance(self) -> None:
+        if not self._is_told.is_set():
+            for link in self._links.values():
+                link.send(Kind.ALLOW, _SECONDS.pack(self._allowance_s), _TELL_S)
+            self._is_told.set()
+
     def _beat(self, now: float) -> None:
         if now - self._last_beat >= self._beat_s:
             self._last_beat = now
@@ -186,7 +212,7 @@ class Watchdog:
     def _judge(self, now: float) -> None:
         for link in list(self._links.values()):
             silent_s = now - link.last_heard
-            if link.identity and not link.said_bye and silent_s > self._heartbeat_s - self._beat_s:
+            if link.identity and not link.said_bye and silent_s > link.allowance_s - self._beat_s:
                 self._lost(link, f"no sign of life for {silent_s:.1f} s, so it is stopped, hangs or is cut off")
 
     def _lost(self, link: Link, cause: str) -> None:

@@ -32,6 +32,8 @@ class Kind(enum.IntEnum):
     """The sender ends as planned: do not miss it."""
     ABORT = 4
     """Payload: exit code (one byte) and why. To rank 0: print it and end everyone. From rank 0: end now."""
+    ALLOW = 5
+    """Payload: seconds (a double) that the sender may be silent from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class Link:
         self.is_open = True
         self.said_bye = False
         self.last_heard = time.monotonic()
+        self.allowance_s = 0.0
+        """How long the other side may be silent; 0 as long as nobody has said."""
 
     def fileno(self) -> int:
         return self._connection.fileno()

@@ -1,7 +1,8 @@
 """One rank with a watchdog and without MPI, for tests: `watchdog_rank.py RANK WORLD HEARTBEAT_S [PORT SECRET]`.
 
 Rank 0 writes "port secret". Every rank writes "up" once all are connected, then obeys lines on stdin:
-"raise", "config", "close", "hold SECONDS" (with the interpreter locked), "leave" (without a goodbye).
+"raise", "config", "close", "hold SECONDS" (with the interpreter locked), "allow SECONDS" (of silence),
+"leave" (without a goodbye).
 """
 
 import ctypes
@@ -32,6 +33,8 @@ def obey(watchdog: Watchdog, words: list[str]) -> None:
         raise ConfigError("--tp 3 makes no sense here")
     if words[0] == "hold":
         ctypes.PyDLL(None).usleep(int(float(words[1]) * 1e6))
+    if words[0] == "allow":
+        watchdog.allow_silence(float(words[1]))
     if words[0] == "leave":
         sys.exit(3)
     if words[0] == "close":

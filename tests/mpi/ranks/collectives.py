@@ -11,7 +11,7 @@ from fastserve_hpc.parallel.mpi_init import exchange, finalize_mpi, init_mpi
 from fastserve_hpc.parallel.topology import Topology
 from fastserve_hpc.parallel.torch_comm import TorchTensorComm
 
-SHAPES = ((1, 576), (3, 1), (19, 99), (64, 576), (1, 49152), (512, 576), (7, 5, 3))
+SHAPES = ((1, 576), (3, 1), (19, 99), (1, 49152), (509, 576), (7, 5, 3))
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
