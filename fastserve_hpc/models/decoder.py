@@ -18,10 +18,9 @@ from fastserve_hpc.models.layers import (
     VocabHead,
     read_norm,
 )
-from fastserve_hpc.models.rope import RopeTable
 from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.models.weights import WeightReader
-from fastserve_hpc.ops import AttentionBatch, Norm
+from fastserve_hpc.ops import AttentionBatch, Norm, Rope
 
 
 class ModelBatch(AttentionBatch, Protocol):
@@ -29,10 +28,6 @@ class ModelBatch(AttentionBatch, Protocol):
 
     @property
     def token_ids(self) -> Tensor:
-        """[T] int64."""
-
-    @property
-    def positions(self) -> Tensor:
         """[T] int64."""
 
     @property
@@ -65,12 +60,10 @@ class Attention:
         shape = (spec.hidden_size, q.total)
         self._out = RowParallelLinear(reader, shard, f"{prefix}.o_proj", shape, q.rows, spec.attention_bias)
 
-    def __call__(self, hidden: Tensor, norm: Norm, rope: tuple[Tensor, Tensor], kv_layer: Tensor, plan: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, norm: Norm, rope: Rope, kv_layer: Tensor, plan: Any) -> Tensor:
         qkv = self._qkv(hidden, norm).view(len(hidden), -1, self._head_dim)
-        num_rotated = self._num_heads + self._num_kv_heads
-        qk = self._ops.rope(qkv[:, :num_rotated], *rope)
-        q, k, v = qk[:, : self._num_heads], qk[:, self._num_heads :], qkv[:, num_rotated:]
-        self._ops.store_kv(k, v, kv_layer, plan)
+        q, k, v = torch.split(qkv, [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        q = self._ops.rope_store(q, k, v, kv_layer, plan, rope)
         attended = self._ops.paged_attention(q, kv_layer, plan, self._scale)
         return self._out(attended.view(len(hidden), -1), hidden)
 
@@ -100,7 +93,7 @@ class DecoderLayer:
         self._mlp_norm = read_norm(reader, f"{prefix}post_attention_layernorm", spec.hidden_size, spec.norm_eps)
         self._mlp = GatedMLP(reader, shard, spec, f"{prefix}mlp")
 
-    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_layer: Tensor, plan: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, rope: Rope, kv_layer: Tensor, plan: Any) -> Tensor:
         hidden = self._attention(hidden, self._attention_norm, rope, kv_layer, plan)
         return self._mlp(hidden, self._mlp_norm)
 
@@ -124,7 +117,7 @@ class Model:
         spec: ModelSpec,
         dtype: torch.dtype,
         shard: Shard,
-        rope: RopeTable,
+        rope: Rope,
         layers: Sequence[DecoderLayer],
         embedding: VocabEmbedding | None,
         head: Head | None,
@@ -147,10 +140,9 @@ class Model:
         if self._embedding is not None:
             hidden = self._embedding(batch.token_ids)
         assert hidden is not None, "a stage after the first computes on the hidden states of the one before"
-        rope = self._rope(batch.positions)
         plan = self._shard.ops.plan_attention(batch, kv.layer(0))
         for index, layer in enumerate(self._layers):
-            hidden = layer(hidden, rope, kv.layer(index), plan)
+            hidden = layer(hidden, self._rope, kv.layer(index), plan)
             self._shard.comm.progress()
         return hidden if self._head is None else self._head(hidden.index_select(0, batch.sample_rows))
 

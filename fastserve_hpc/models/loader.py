@@ -14,7 +14,7 @@ from fastserve_hpc.models.decoder import DecoderLayer, Head, Model, layer_prefix
 from fastserve_hpc.models.gguf import read_header
 from fastserve_hpc.models.layers import Shard, VocabEmbedding, VocabHead, read_norm, read_vocabulary
 from fastserve_hpc.models.locate import ModelFiles
-from fastserve_hpc.models.rope import RopeTable
+from fastserve_hpc.models.rope import rope_table
 from fastserve_hpc.models.source_gguf import GGUFSource
 from fastserve_hpc.models.source_safetensors import SafetensorsSource
 from fastserve_hpc.models.spec import ModelSpec
@@ -50,7 +50,7 @@ def load_model(
         layers = list(pool.map(partial(DecoderLayer, reader, shard, spec), indices))
         embedding, head = ends.result()
     reader.refuse_unread(layer_prefix(index) for index in indices)
-    rope = RopeTable(spec.rope, spec.head_dim, spec.max_position, reader.rope_factors(spec.head_dim), device)
+    rope = rope_table(spec.rope, spec.head_dim, spec.max_position, reader.rope_factors(spec.head_dim), device)
     return Model(spec, dtype, shard, rope, layers, embedding, head)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from fastserve_hpc.ops import reference
-from fastserve_hpc.ops.interface import Activation, AttentionBatch, Norm, Ops
+from fastserve_hpc.ops.interface import Activation, AttentionBatch, Norm, Ops, Rope
 
-__all__ = ["Activation", "AttentionBatch", "Norm", "Ops", "for_device"]
+__all__ = ["Activation", "AttentionBatch", "Norm", "Ops", "Rope", "for_device"]
 
 
 def for_device(device: torch.device) -> Ops:

@@ -24,11 +24,21 @@ class Norm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """cos, sin [max_position, head_dim / 2] in float32: the rotation of each position's pairs of dimensions."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 class AttentionBatch(Protocol):
     """What attention reads of an iteration's batch: S sequence slices with T tokens in all."""
 
     @property
-    def num_tokens(self) -> int: ...
+    def positions(self) -> Tensor:
+        """[T] int64."""
+
     @property
     def slot_ids(self) -> Tensor:
         """[T] int64: where each token's K and V go, block * block_size + offset."""
@@ -51,7 +61,7 @@ class AttentionBatch(Protocol):
 
 
 class Ops(Protocol):
-    """One function per operation. Inputs are not changed unless said; results have the dtype of `x` unless said.
+    """One function per operation. Inputs are not changed and results have the dtype of the first, unless said.
 
     A KV layer is the view [num_blocks, 2, kv_heads, block_size, head_dim] of a block-major cache. What
     lies inside a page belongs to the implementation; every number in it must be finite, written or not.
@@ -69,7 +79,7 @@ class Ops(Protocol):
         residual: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """residual + activation(norm(x) W^T + bias): x [T, in] -> [T, out], or half of it where the activation gates.
+        """residual + activation(norm(x) W^T + bias): x [T, in] -> [T, out], or half that where the activation gates.
 
         `residual` has the result's shape. Activation and bias are those of `pack_linear`.
         """
@@ -77,20 +87,15 @@ class Ops(Protocol):
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Rows `ids` [T] of weight [vocab, hidden]: [T, hidden], in the dtype of `weight`."""
 
-    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """x [..., H] over its root mean square, times the weight; computed in float32."""
-
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, heads, head_dim] rotated by the angles of cos, sin [T, head_dim / 2] (float32).
-
-        Dimension i is paired with i + head_dim / 2, as Hugging Face checkpoints have it.
-        """
-
     def plan_attention(self, batch: AttentionBatch, kv_layer: Tensor) -> Any:
         """All of an iteration's attention that is the same for every layer; once per forward."""
 
-    def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, plan: Any) -> None:
-        """Write k, v [T, kv_heads, head_dim] to the batch's slots of a KV layer, in place."""
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, kv_layer: Tensor, plan: Any, rope: Rope) -> Tensor:
+        """Write rotated k, and v, to the batch's slots of a KV layer; return rotated q, which may be `q` itself.
+
+        q [T, heads, head_dim], k and v [T, kv_heads, head_dim] may be views of one tensor. Dimension i is paired
+        with i + head_dim / 2, as Hugging Face checkpoints have it.
+        """
 
     def paged_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, scale: float) -> Tensor:
         """Causal attention of q [T, heads, head_dim] over each slice's blocks, its own tokens included.

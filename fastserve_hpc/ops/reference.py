@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastserve_hpc.ops.interface import Activation, Norm
+from fastserve_hpc.ops.interface import Activation, Norm, Rope
 from fastserve_hpc.ops.reference_attention import AttentionPlan, paged_attention, plan_attention, store_kv
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "paged_attention",
     "plan_attention",
     "rms_norm",
-    "rope",
+    "rope_store",
+    "rotate",
     "silu_mul",
-    "store_kv",
 ]
 
 
@@ -62,17 +62,26 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """x [..., H] over its root mean square, times the weight; computed in float32."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     return (wide * scale * norm.weight).to(x.dtype)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_store(q: Tensor, k: Tensor, v: Tensor, kv_layer: Tensor, plan: AttentionPlan, rope: Rope) -> Tensor:
+    cos, sin = rope.cos[plan.positions], rope.sin[plan.positions]
+    store_kv(rotate(k, cos, sin), v, kv_layer, plan)
+    return rotate(q, cos, sin)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim] turned by the angles of cos, sin [T, head_dim / 2]."""
     left, right = x.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
 def silu_mul(x: Tensor) -> Tensor:
+    """silu of the left half of x [..., 2 * I] times the right half."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -39,8 +39,9 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where this iteration's K and V go, and which pages each slice attends."""
+    """Where this iteration's tokens stand, where their K and V go, and which pages each slice attends."""
 
+    positions: Tensor  # [T]
     store_blocks: Tensor  # [T]
     store_offsets: Tensor  # [T]
     decodes: tuple[_Decodes, ...]
@@ -53,6 +54,7 @@ def plan_attention(batch: AttentionBatch, kv_layer: Tensor) -> AttentionPlan:
     decodes = [i for i, n in enumerate(query_lens) if n == 1]
     chunks = [i for i, n in enumerate(query_lens) if n > 1]
     return AttentionPlan(
+        positions=batch.positions,
         store_blocks=batch.slot_ids // block_size,
         store_offsets=batch.slot_ids % block_size,
         decodes=tuple(
@@ -63,6 +65,7 @@ def plan_attention(batch: AttentionBatch, kv_layer: Tensor) -> AttentionPlan:
 
 
 def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> None:
+    """Write k, v [T, kv_heads, head_dim] to the batch's slots, in place."""
     kv_layer[plan.store_blocks, 0, :, plan.store_offsets] = k
     kv_layer[plan.store_blocks, 1, :, plan.store_offsets] = v
 

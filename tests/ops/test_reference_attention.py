@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastserve_hpc import ops
-from fastserve_hpc.ops import reference_attention
+from fastserve_hpc.ops import Rope, reference, reference_attention
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 CPU = torch.device("cpu")
@@ -31,6 +31,7 @@ def device(request: pytest.FixtureRequest) -> Any:
 class Slices:
     """The attention part of a batch."""
 
+    positions: Tensor
     slot_ids: Tensor
     query_start: Tensor
     query_lens: Tensor
@@ -64,7 +65,8 @@ class Case:
         new = torch.cat([kv[past:] for kv, (past, _) in zip(histories, self.slices, strict=True)])
         q = self._random(batch.num_tokens, heads, head_dim)
         plan = chosen.plan_attention(batch, layer)
-        chosen.store_kv(new[:, 0], new[:, 1], layer, plan)
+        turned = chosen.rope_store(q, new[:, 0], new[:, 1], layer, plan, _no_rotation(head_dim, self.device))
+        assert torch.equal(turned, q)
         found = chosen.paged_attention(q, layer, plan, scale=0.3)
         assert found.is_contiguous()
         tolerance = 1e-5 if self.dtype == torch.float32 else 3e-2
@@ -85,6 +87,7 @@ class Case:
         ]
         lens = [now for _, now in self.slices]
         return Slices(
+            positions=torch.cat(positions).to(self.device),
             slot_ids=torch.cat(slots).to(self.device),
             query_start=torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=self.device),
             query_lens=torch.tensor(lens, dtype=torch.int32, device=self.device),
@@ -118,6 +121,10 @@ class Case:
         assert torch.equal(before, cache)
 
 
+def _no_rotation(head_dim: int, device: torch.device) -> Rope:
+    return Rope(torch.ones(500, head_dim // 2, device=device), torch.zeros(500, head_dim // 2, device=device))
+
+
 CASES: dict[str, tuple[list[tuple[int, int]], tuple[int, int, int, int]]] = {
     "one token": ([(0, 1)], (4, 2, 8, 16)),
     "one decode": ([(40, 1)], (4, 2, 8, 16)),
@@ -137,7 +144,7 @@ def test_attention_is_what_it_says(case: str, dtype: torch.dtype, device: torch.
     Case(*CASES[case], dtype=dtype, device=device).check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     slices=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=9),
     groups=st.sampled_from([(1, 1), (2, 1), (6, 3), (4, 4), (9, 3)]),
@@ -146,6 +153,21 @@ def test_attention_is_what_it_says(case: str, dtype: torch.dtype, device: torch.
 )
 def test_any_mix(slices: list[tuple[int, int]], groups: tuple[int, int], head_dim: int, block_size: int) -> None:
     Case(slices, (*groups, head_dim, block_size)).check()
+
+
+def test_queries_and_keys_are_rotated_by_their_positions(device: torch.device) -> None:
+    case = Case([(7, 1), (0, 3), (30, 2)], (4, 2, 8, 16), device=device)
+    batch = case._batch()
+    layer = torch.zeros(int(batch.block_tables.max()) + 1, 2, 2, 16, 8, device=device)
+    q, k, v = case._random(6, 4, 8), case._random(6, 2, 8), case._random(6, 2, 8)
+    angles = torch.randn(40, 4, device=device)
+    plan = reference.plan_attention(batch, layer)
+    turned = reference.rope_store(q, k, v, layer, plan, Rope(angles.cos(), angles.sin()))
+    for row, (position, slot) in enumerate(zip([7, 0, 1, 2, 30, 31], batch.slot_ids.tolist(), strict=True)):
+        cos, sin = angles[position : position + 1].cos(), angles[position : position + 1].sin()
+        torch.testing.assert_close(turned[row], reference.rotate(q[row : row + 1], cos, sin)[0])
+        torch.testing.assert_close(layer[slot // 16, 0, :, slot % 16], reference.rotate(k[row : row + 1], cos, sin)[0])
+        assert torch.equal(layer[slot // 16, 1, :, slot % 16], v[row])
 
 
 def test_decodes_are_split_so_that_a_gather_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
