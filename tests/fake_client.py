@@ -26,6 +26,7 @@ STATUS = EngineStatus(
     host_blocks=BlockUsage(0, 0),
     preemptions=3,
     uptime_s=61.5,
+    vocab_size=32000,
 )
 
 

@@ -58,5 +58,7 @@ async def _run_attached(
 def _cancel_on_signals() -> None:
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # rank 0 starts this process with them blocked

@@ -12,6 +12,7 @@ from fastserve_hpc.boot.models import ServedModel
 from fastserve_hpc.boot.workers import BuiltWorker, build_worker
 from fastserve_hpc.boot.world import World
 from fastserve_hpc.config import EngineConfig, ServerConfig
+from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.policy import make_policy
 from fastserve_hpc.core.scheduler import Scheduler
@@ -55,7 +56,8 @@ class Front:
         stops = _Stops(world, self._batch)
         SignalThread(stops.take).start()
         control = world.control()
-        built = build_worker(self._engine, self._model, world)
+        with world.loading(self._server.heartbeat_s):
+            built = build_worker(self._engine, self._model, world)
         endpoint = self._ingress.wait_started()
         coordinator = self._coordinator(world, control, built)
         built.comm.set_progress_hook(coordinator.progress)
@@ -68,14 +70,16 @@ class Front:
     def _coordinator(self, world: World, control: Control, built: BuiltWorker) -> Coordinator:
         engine = self._engine
         kv = KvManager(built.num_blocks, engine.block_size)
+        cost = CostModel()
         scheduler = Scheduler(
-            make_policy(engine.policy),
+            make_policy(engine.policy, max_batch=engine.max_batch, cost=cost),
             kv,
             max_batch=engine.max_batch,
             max_batch_tokens=engine.max_batch_tokens,
             num_stages=engine.pp,
+            cost=cost,
         )
-        info = EngineInfo(self._model.name, built.max_model_len, engine.tp, engine.pp)
+        info = EngineInfo(self._model.name, built.max_model_len, engine.tp, engine.pp, self._model.limits.vocab_size)
         return Coordinator(
             scheduler,
             control,

@@ -31,7 +31,8 @@ def run_rank(engine: EngineConfig, server: ServerConfig, batch_args: list[str] |
     with join_world(engine, server) as world:
         SignalThread(lambda _: None).start()  # rank 0 gets the same signals and drains for all
         control = world.worker_control()
-        built = build_worker(engine, find_model(engine), world)
+        with world.loading(server.heartbeat_s):
+            built = build_worker(engine, find_model(engine), world)
         loop.run(built.worker, control, Backoff(), world.check)
         built.comm.close()
         control.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 from fastserve_hpc.config import EngineConfig, ServerConfig
@@ -16,10 +16,12 @@ from fastserve_hpc.parallel.topology import Topology
 
 if TYPE_CHECKING:
     import torch
-    from mpi4py import MPI
 
     from fastserve_hpc.parallel.comm import TensorComm
+    from fastserve_hpc.parallel.mpi_api import MPI
     from fastserve_hpc.parallel.watchdog import Watchdog
+
+_LOADING_SILENCE_S = 120.0
 
 
 class World:
@@ -41,6 +43,10 @@ class World:
             self._watchdog.abort(cause)
         self.say(str(cause))
         os._exit(int(cause.exit_code))
+
+    def loading(self, heartbeat_s: float) -> AbstractContextManager[None]:
+        """While a rank loads libraries and weights it may be silent: both can hold the interpreter lock for long."""
+        return nullcontext() if self._watchdog is None else _patience(self._watchdog, heartbeat_s)
 
     def say(self, text: str) -> None:
         """A line of news on standard error, from rank 0 only."""
@@ -81,7 +87,7 @@ class World:
         """(this rank's number on its node, ranks on its node); collective."""
         if self._mpi is None:
             return 0, 1
-        from mpi4py import MPI
+        from fastserve_hpc.parallel.mpi_api import MPI
 
         node = self._mpi.Split_type(MPI.COMM_TYPE_SHARED)
         place = int(node.rank), int(node.size)
@@ -94,7 +100,8 @@ class World:
             return values
         from fastserve_hpc.parallel.mpi_init import exchange
 
-        rows = [line.split() for line in exchange(self._mpi, " ".join(map(str, values)).encode())]
+        own = " ".join(map(str, values)).encode()
+        rows = [line.split() for line in exchange(self._mpi, own, timeout_s=None, check=self.check)]
         return tuple(min(map(int, column)) for column in zip(*rows, strict=True))
 
 
@@ -109,6 +116,13 @@ def is_first_rank(environ: dict[str, str]) -> bool:
     """Whether this is rank 0 as far as the launcher tells: the one that speaks for all before MPI is up."""
     ranks = [environ.get(name) for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")]
     return next((rank for rank in ranks if rank is not None), "0") == "0"
+
+
+@contextmanager
+def _patience(watchdog: Watchdog, heartbeat_s: float) -> Iterator[None]:
+    watchdog.allow_silence(_LOADING_SILENCE_S)
+    yield
+    watchdog.allow_silence(heartbeat_s)
 
 
 @contextmanager

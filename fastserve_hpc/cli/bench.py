@@ -29,10 +29,6 @@ token ids; answers have exactly the trace's length. All times count from when a 
 A request that does not fit the server's context is cut, and the number of those is said.
 """
 
-DEFAULT_VOCAB_SIZE = 32000
-"""Of the usual vocabularies the smallest."""
-
-
 @click.command(epilog=_EPILOG, short_help="Load a server as a trace says, report latencies.")
 @click.option("--trace", type=input_path, required=True, help="JSON lines of times and lengths.")
 @click.option("--requests", type=click.IntRange(min=1), help="Only the first so many requests of the trace.")
@@ -42,11 +38,6 @@ DEFAULT_VOCAB_SIZE = 32000
 @click.option("--offline", is_flag=True, help="Send all requests at once.")
 @click.option("--scale-lengths", type=click.FloatRange(min=0, min_open=True), help="Multiply all lengths by this.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts, and of times drawn for --rate.")
-@click.option(
-    "--vocab-size",
-    type=click.IntRange(min=2),
-    help=f"Of the prompts' ids. Default: the model's, or {DEFAULT_VOCAB_SIZE} where the server does not tell.",
-)
 @endpoint_options()
 @json_option()
 def command(endpoint: str | None, job: str | None, as_json: bool, **load_options: Any) -> ExitCode:
@@ -62,14 +53,11 @@ def command(endpoint: str | None, job: str | None, as_json: bool, **load_options
     return _show(outcomes, wall_s, as_json)
 
 
-def _plan(
-    status: EngineStatus, seed: int, vocab_size: int | None, **options: Any
-) -> tuple[list[Load], list[list[int]]]:
+def _plan(status: EngineStatus, seed: int, **options: Any) -> tuple[list[Load], list[list[int]]]:
     from fastserve_hpc.bench.trace import make_prompts
 
     loads = _loads(status, seed=seed, **options)
-    known = int(status.details.get("vocab_size", DEFAULT_VOCAB_SIZE))
-    return loads, make_prompts(loads, vocab_size or known, seed)
+    return loads, make_prompts(loads, status.vocab_size, seed)
 
 
 def _loads(

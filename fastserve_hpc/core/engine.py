@@ -36,6 +36,8 @@ class EngineStatus:
     host_blocks: BlockUsage
     preemptions: int
     uptime_s: float
+    vocab_size: int = 0
+    """0 while it is not known."""
     iterations: int = 0
     prompt_tokens: int = 0
     """Prompt tokens computed since the start."""

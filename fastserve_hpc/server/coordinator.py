@@ -55,6 +55,7 @@ class EngineInfo:
     max_model_len: int
     tp: int = 1
     pp: int = 1
+    vocab_size: int = 0
 
 
 class Coordinator:
@@ -139,6 +140,7 @@ class Coordinator:
             host_blocks=BlockUsage(0, 0),
             preemptions=counters.preemptions,
             uptime_s=self._clock() - self._started,
+            vocab_size=self._info.vocab_size,
             iterations=counters.iterations,
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,

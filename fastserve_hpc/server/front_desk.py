@@ -240,4 +240,5 @@ class FrontDesk:
             host_blocks=BlockUsage(0, 0),
             preemptions=0,
             uptime_s=self._clock() - self._started,
+            vocab_size=settings.limits.vocab_size,
         )
