@@ -29,6 +29,7 @@ token ids; answers have exactly the trace's length. All times count from when a 
 A request that does not fit the server's context is cut, and the number of those is said.
 """
 
+
 @click.command(epilog=_EPILOG, short_help="Load a server as a trace says, report latencies.")
 @click.option("--trace", type=input_path, required=True, help="JSON lines of times and lengths.")
 @click.option("--requests", type=click.IntRange(min=1), help="Only the first so many requests of the trace.")
