@@ -56,8 +56,7 @@ def _draw_likely(weights: Floats, params: SamplingParams, number: np.float32) ->
     if not len(likely):
         return NO_TOKEN  # nothing compares with NaN
     cumulative = _cumsum(np.where(likely >= _threshold(likely, params, len(weights)), likely, np.float32(0)))
-    target = min(number * cumulative[-1], np.nextafter(cumulative[-1], np.float32(0)))
-    return int(token_ids[np.searchsorted(cumulative, target, side="right")])
+    return int(token_ids[np.searchsorted(cumulative, number * cumulative[-1], side="right")])
 
 
 def _lower_bound(weights: Floats, params: SamplingParams) -> float:
@@ -110,9 +109,9 @@ def _invert(weights: torch.Tensor, numbers: Floats) -> torch.Tensor:
     # Summed in one order: sum() would split a lone row between threads, and round differently.
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
+    # At most (1 - 2^-24) * total, which rounds to less than the total: there is a token behind it.
     target = torch.from_numpy(numbers).to(weights.device)[:, None] * total
-    below_total = torch.nextafter(total, torch.zeros_like(total))  # the product may have been rounded up to it
-    token_ids = torch.searchsorted(cumulative, torch.minimum(target, below_total), right=True)
+    token_ids = torch.searchsorted(cumulative, target, right=True)
     return token_ids.masked_fill_(~total.isfinite(), NO_TOKEN)[:, 0]
 
 

@@ -149,6 +149,23 @@ def _chi_square_quantile(degrees: int, z: float = 3.7) -> float:
     return degrees * (1 - spread + z * math.sqrt(spread)) ** 3
 
 
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-24])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_extreme_numbers_give_the_first_and_last_token_that_is_kept(
+    monkeypatch: pytest.MonkeyPatch, number: float, top_p: float
+) -> None:
+    """Many sums, so that every way in which number * total may round occurs."""
+    count = 400
+    monkeypatch.setattr("fastserve_hpc.worker.draw.uniform", lambda *_: np.full(count, number, np.float32))
+    logits = random_logits(count, vocab=40, scale=0.2)
+    logits[:, [0, 39]] = -math.inf
+    logits[:, [1, 38]] = -2.0  # the least likely: top_p drops them
+    logits[:, [2, 37]] = 3.0
+    first, last = (1, 38) if top_p == 1.0 else (2, 37)
+    rows = [row(SamplingParams(temperature=1.0, top_p=top_p, seed=0))] * count
+    assert set(choose(logits, rows)) == {first if number == 0.0 else last}
+
+
 def test_choices_of_one_seed_differ_and_repeat() -> None:
     params = SamplingParams(temperature=1.0, seed=42, n=4)
     logits = random_logits(1, vocab=1000, scale=1.0).expand(32, -1)

@@ -41,6 +41,13 @@ def test_token_sampled_here_need_not_be_sent(table: SequenceTable) -> None:
     assert table.record(sequence, 4).tolist() == [1, 2, 3, 42]
 
 
+def test_token_that_is_sent_again_hides_none_behind_it(table: SequenceTable) -> None:
+    table.apply(SequenceSlice(1, 3, 2, 0, (7, 8), (50, 51)))
+    table.apply(SequenceSlice(1, 0, 4, 2, (), (50,)))
+    sequence = table.apply(SequenceSlice(1, 4, 1, 2))
+    assert table.record(sequence, 5).tolist() == [1, 2, 3, 50, 51]
+
+
 def test_last_token_of_a_full_context_is_not_recorded(table: SequenceTable) -> None:
     table.append(table[1], MAX_LEN, 42)
     assert table[1].num_tokens == 3

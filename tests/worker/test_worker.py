@@ -215,6 +215,16 @@ def test_prompt_is_scored_once_in_order_however_it_is_cut_and_resumed(data: st.D
         assert [token_id for token_id, _ in entry.top] == [token_id for token_id, _ in wanted.top]
 
 
+def test_request_that_ends_while_its_prompt_is_scored_leaves_nothing_behind() -> None:
+    one = coordinator()
+    new = (new_request(1, PROMPT, replace(GREEDY, prompt_logprobs=2)),)
+    one.plan(one.slots.slice(1, 0, 3), new_requests=new)
+    one.plan(finished=(1,))
+    worker = one.workers[0]
+    assert len(worker._table) == 0
+    assert not worker._outputs._next_scores
+
+
 def test_logprobs_stand_beside_the_tokens_of_those_who_want_them() -> None:
     one = coordinator()
     new = (new_request(1, PROMPT, replace(GREEDY, logprobs=3)), new_request(2, PROMPT))
