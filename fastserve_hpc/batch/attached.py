@@ -56,9 +56,15 @@ async def _run_attached(
 
 
 def _cancel_on_signals() -> None:
+    """The first signal ends the run in good order; launchers send several."""
     task = asyncio.current_task()
     assert task is not None
     signals = (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        task.cancel()
+
     for number in signals:
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # rank 0 starts this process with them blocked
