@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import glob
 import importlib.metadata
@@ -13,11 +12,12 @@ from typing import Any
 
 import click
 
+from fastserve_hpc.boot.models import FAKE
 from fastserve_hpc.cli.options import config_options
 from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.models.locate import locate
-from fastserve_hpc.models.spec import load_spec
+from fastserve_hpc.models.spec import ModelSpec, load_spec
 from fastserve_hpc.slurm.jobs import JobConfig, batch_script, serve_script, shards_of
 from fastserve_hpc.slurm.options import SbatchConfig
 from fastserve_hpc.slurm.script import Script, Shard, render
@@ -58,12 +58,13 @@ def _job_options(function: Callable[..., Any]) -> Callable[..., Any]:
         srun_option: tuple[str, ...],
         **others: Any,
     ) -> None:
-        files = locate(engine.model)
+        name, spec = _model(engine.model)
         job = JobConfig(
             engine=engine,
             server=server,
             slurm=slurm,
-            spec=dataclasses.replace(load_spec(files.path), name=files.name),
+            model_name=name,
+            spec=spec,
             layout_is_free=not (_was_given("tp") or _was_given("pp")),
             program=_program(slurm.env),
             mpi=_mpi_plugin() if slurm.mpi == "auto" else None if slurm.mpi == "site" else slurm.mpi,
@@ -141,6 +142,14 @@ def _finish(script: Script, does_submit: bool, test_only: bool) -> str | None:
 def _check_env(env_file: str | None) -> None:
     if env_file is not None and not Path(env_file).is_file():
         raise ConfigError(f"--env {env_file}: no such file; copy slurm/env.sh and fit it to the site")
+
+
+def _model(model: str) -> tuple[str, ModelSpec | None]:
+    """The name that it is served by, and what it is; None for the fake one."""
+    if model == FAKE:
+        return model, None
+    files = locate(model)
+    return files.name, load_spec(files.path)
 
 
 def _was_given(name: str) -> bool:

@@ -34,8 +34,9 @@ class JobConfig:
     engine: EngineConfig
     server: ServerConfig
     slurm: SbatchConfig
-    spec: ModelSpec
-    """Of the engine's model."""
+    model_name: str
+    spec: ModelSpec | None
+    """None for a model without weights, which needs no memory to speak of."""
     layout_is_free: bool = False
     """Whether tp and pp are to be chosen, because nobody has set them."""
     program: tuple[str, ...] = ("fastserve-hpc",)
@@ -98,9 +99,10 @@ def lay_out(job: JobConfig) -> JobConfig:
 def _layout(job: JobConfig) -> Layout:
     slurm, engine = job.slurm, job.engine
     slots = slurm.gpus_per_node or None
-    if job.layout_is_free and slots and slurm.gpu_memory:
-        return suggest(job.spec, workload(engine), slurm.gpu_memory, slots, slurm.nodes)
-    job.spec.check_tp(engine.tp)
+    if job.spec is not None:
+        if job.layout_is_free and slots and slurm.gpu_memory:
+            return suggest(job.spec, workload(engine), slurm.gpu_memory, slots, slurm.nodes)
+        job.spec.check_tp(engine.tp)
     return place(engine.tp, engine.pp, slots, slurm.nodes)
 
 
@@ -108,15 +110,15 @@ def workload(engine: EngineConfig) -> Workload:
     return Workload(engine.dtype, engine.max_batch, engine.max_model_len)
 
 
-def _need(job: JobConfig) -> RankNeed:
-    return rank_need(job.spec, job.engine.tp, job.engine.pp, workload(job.engine))
+def _need(spec: ModelSpec, engine: EngineConfig) -> RankNeed:
+    return rank_need(spec, engine.tp, engine.pp, workload(engine))
 
 
 def _directives(job: JobConfig, log: str) -> list[Option]:
     slurm = job.slurm
     ranks_per_node = job.engine.world_size // (slurm.nodes or 1)
     wanted: dict[str, str | int | None] = {
-        "job-name": slurm.job_name or f"fastserve-{re.sub(r'[^A-Za-z0-9._-]', '_', job.spec.name)}",
+        "job-name": slurm.job_name or f"fastserve-{re.sub(r'[^A-Za-z0-9._-]', '_', job.model_name)}",
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
@@ -145,16 +147,19 @@ def _gpus(slurm: SbatchConfig, count: int) -> dict[str, str | int | None]:
 
 
 def _memory(job: JobConfig, ranks_per_node: int) -> str | None:
-    if job.slurm.gpus_per_node:
+    if job.slurm.gpus_per_node or job.spec is None:
         return None
-    return f"{-(-host_bytes(_need(job), ranks_per_node) // GIB)}G"
+    return f"{-(-host_bytes(_need(job.spec, job.engine), ranks_per_node) // GIB)}G"
 
 
 def _notes(job: JobConfig) -> Iterator[str]:
-    engine, need, memory = job.engine, _need(job), job.slurm.gpu_memory
+    if job.spec is None:
+        return
+    engine, memory = job.engine, job.slurm.gpu_memory
+    need = _need(job.spec, engine)
     ranks = f"--tp {engine.tp} x --pp {engine.pp} = {_count(engine.world_size, 'rank')}"
     weights, kv = gib(need.weight_bytes), gib(need.kv_bytes)
-    yield f"{job.spec.name}: {ranks} on {_count(job.slurm.nodes or 1, 'node')}. The fullest rank holds {weights} of"
+    yield f"{job.model_name}: {ranks} on {_count(job.slurm.nodes or 1, 'node')}. The fullest rank holds {weights} of"
     yield f"weights; its KV cache takes {need.kv_token_bytes / 1024:.1f} KiB a token, {need.kv_tokens} tokens {kv}."
     if job.slurm.gpus_per_node and memory:
         yield f"A GPU of {gib(memory)} has room for about {need.kv_room(memory)} tokens beside the weights."

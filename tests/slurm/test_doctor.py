@@ -83,6 +83,7 @@ def test_a_launcher_that_mpi_does_not_know(cluster: Cluster) -> None:
     assert "--mpi=pmi2" in done.stderr
 
 
+@pytest.mark.slow
 def test_nodes_that_cannot_reach_each_other(cluster: Cluster) -> None:
     """Named before MPI_Init, which hangs; and that is not waited for."""
     cluster.cut("n1", "n2")
@@ -114,6 +115,7 @@ os._exit(2)
 """
 
 
+@pytest.mark.slow
 def test_network_lost_after_mpi_init(cluster: Cluster, tmp_path: Path) -> None:
     launcher = cluster.popen(*SRUN, sys.executable, "-c", CUT_AFTER_INIT, str(tmp_path), PYTHONPATH=OUR_PATH)
     deadline = time.monotonic() + 30

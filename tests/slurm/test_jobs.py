@@ -33,19 +33,21 @@ GOLDEN = Path(__file__).parent / "golden"
 SHIPPED = REPOSITORY / "slurm"
 
 
-def job(
-    spec: ModelSpec = SMALL, *, engine: Mapping[str, Any] = {}, slurm: Mapping[str, Any] = {}, **more: Any
-) -> JobConfig:
+Settings = Mapping[str, Any]
+NONE: Settings = {}
+
+
+def job(spec: ModelSpec = SMALL, *, engine: Settings = NONE, slurm: Settings = NONE, **more: Any) -> JobConfig:
     return JobConfig(
         engine=EngineConfig(**{"model": f"/models/{spec.name}"} | dict(engine)),
         server=more.pop("server", ServerConfig()),
         slurm=SbatchConfig(**slurm),
+        model_name=more.pop("model_name", spec.name),
         spec=spec,
         **more,
     )
 
 
-ALIAS = dataclasses.replace(SMALL, name="smollm2-135m")
 ONE_FILE = (Shard("in.jsonl", "out.jsonl"),)
 SCRIPTS: dict[str, Script] = {
     "serve-cpu": serve_script(job()),
@@ -88,16 +90,16 @@ SCRIPTS: dict[str, Script] = {
         array_limit=2,
     ),
 }
-SHIPPED_SETTINGS = {"cpus_per_task": 4, "env": "slurm/env.sh"}
+
+
+def shipped(engine: Settings, slurm: Settings) -> JobConfig:
+    slurm = {"cpus_per_task": 4, "env": "slurm/env.sh", **slurm}
+    return job(SMALL, engine={"model": "smollm2-135m", **engine}, slurm=slurm, model_name="smollm2-135m")
+
+
 SHIPPED_SCRIPTS = {
-    "serve.sbatch": serve_script(
-        job(
-            ALIAS,
-            engine={"model": "smollm2-135m", "pp": 2},
-            slurm={"nodes": 2, "cpus_per_task": 4, "env": "slurm/env.sh"},
-        )
-    ),
-    "batch.sbatch": batch_script(job(ALIAS, engine={"model": "smollm2-135m"}, slurm=SHIPPED_SETTINGS), ONE_FILE),
+    "serve.sbatch": serve_script(shipped({"pp": 2}, {"nodes": 2})),
+    "batch.sbatch": batch_script(shipped({}, {}), ONE_FILE),
 }
 
 
@@ -192,6 +194,15 @@ def test_wrong_layouts_are_refused() -> None:
         serve_script(job(SMALL, engine={"tp": 2}))
     with pytest.raises(ConfigError, match="use --nodes 1, 2"):
         serve_script(job(SMALL, engine={"pp": 2}, slurm={"nodes": 3}))
+
+
+def test_a_model_without_weights_is_not_sized() -> None:
+    fake = dataclasses.replace(job(engine={"model": "fake", "tp": 2}), model_name="fake", spec=None)
+    text = render(serve_script(fake))
+    assert "--job-name=fastserve-fake" in text
+    assert "--ntasks-per-node=2" in text
+    assert "--mem" not in text
+    assert "weights" not in text
 
 
 def test_two_results_in_one_file_are_refused() -> None:

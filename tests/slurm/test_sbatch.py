@@ -94,6 +94,7 @@ def test_scancel_ends_a_job_for_good(cluster: Cluster, tmp_path: Path) -> None:
     assert not cluster.has_jobs()
 
 
+@pytest.mark.slow
 def test_node_failure_leads_to_a_second_run(cluster: Cluster, tmp_path: Path) -> None:
     job_id = submit(cluster, tmp_path, script(tmp_path))
     wait_until(lambda: lines(tmp_path, 0) and lines(tmp_path, 1), 20, "the ranks to start")
