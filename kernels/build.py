@@ -23,13 +23,14 @@ PACKAGE = Path(__file__).resolve().parent / "fastserve_kernels"
 LIBRARY = "libfastserve_kernels.so"
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall")
 """No contraction: whether a * b + c rounds once or twice must not depend on the instruction set."""
-AVX512_FLAGS = ("-march=x86-64-v4",)
+AVX512_FLAGS = ("-fno-exceptions", "-march=x86-64-v4")
 ISA_FLAGS = {
-    "isa_avx2.cpp": ("-march=x86-64-v3",),
+    "isa_avx2.cpp": ("-fno-exceptions", "-march=x86-64-v3"),
     "isa_avx512.cpp": AVX512_FLAGS,
     "isa_avx512_bf16.cpp": (*AVX512_FLAGS, "-mavx512bf16"),
     "isa_amx.cpp": (*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
+SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 
 
 class BuildError(Exception):
@@ -102,9 +103,9 @@ def build(target: Path, package: Path = PACKAGE, flags: tuple[str, ...] = ()) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the C++ kernels (best effort, always exits 0).")
     parser.add_argument("--out", type=Path, default=PACKAGE / LIBRARY, help="the library to write")
-    parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer, for tests")
+    parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan, for tests")
     arguments = parser.parse_args()
-    flags = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g", "-O1") if arguments.sanitize else ()
+    flags = SANITIZE_FLAGS if arguments.sanitize else ()
     try:
         print(f"kernels: built {build(arguments.out, flags=flags)}")
     except (BuildError, OSError) as error:

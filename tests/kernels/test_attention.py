@@ -89,7 +89,7 @@ class Cache:
             window=self.shape.window,
             softcap=self.shape.softcap,
         )
-        return list(out.split(lengths))
+        return list(torch.split(out, lengths))
 
     def expected(self, sequence: Sequence) -> Tensor:
         dim = self.shape.head_dim

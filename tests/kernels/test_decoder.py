@@ -1,19 +1,19 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fastserve_kernels import open_kernels
 from fastserve_kernels.abi import Activation
 from fastserve_kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
 from fastserve_kernels.kernels import Kernels
 from fastserve_kernels.packing import PackedLinear
-from fastserve_kernels.shared import create_segment
+from fastserve_kernels.shared import SharedGroup
 from torch import Tensor
 
 LLAMA = DecoderShape(num_heads=6, num_kv_heads=2, head_dim=32, norm_eps=1e-5, scale=32**-0.5)
@@ -90,7 +90,7 @@ def one_by_one(kernels: Kernels, stack: DecoderStack, hidden: Tensor, cache: Ten
             hidden.copy_((hidden.float() + y * scale * norm).bfloat16())
 
         qkv = kernels.linear(hidden, layer.qkv, norm_weight=layer.input_norm, eps=shape.norm_eps)
-        q, k, v = qkv.split([q_size, kv_size, kv_size], dim=1)
+        q, k, v = torch.split(qkv, [q_size, kv_size, kv_size], dim=1)
         kernels.rope_store(
             q, k, v, cache[:, i], step.positions, step.slots,
             cos=layer.cos, sin=layer.sin, q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=shape.norm_eps,
@@ -163,53 +163,37 @@ def test_layers_that_do_not_fit_are_refused(kernels: Kernels) -> None:
         Step(0, 1).run(kernels, stack, random(1, HIDDEN + 1), make_cache(LLAMA))
 
 
-TENSOR_PARALLEL_RANK = """
-import json, sys
-from pathlib import Path
-import torch
-from fastserve_kernels import open_kernels
-from fastserve_kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
-from fastserve_kernels.shared import SharedGroup
+def one_share(rank: int, num_ranks: int, path: Path, slot_bytes: int) -> Tensor:
+    """The hidden state after one layer of which this rank holds one share."""
+    kernels = open_kernels(num_threads=1)
+    shape = DecoderShape(4 // num_ranks, 2 // num_ranks, head_dim=32, norm_eps=1e-5, scale=0.2)
+    torch.manual_seed(0)
+    q, k, v, out = random(128, 64), random(64, 64), random(64, 64), random(64, 128)
+    gate, up, down = random(96, 64), random(96, 64), random(64, 96)
 
-path, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-kernels = open_kernels(num_threads=1)
-shape = DecoderShape(num_heads=4 // size, num_kv_heads=2 // size, head_dim=32, norm_eps=1e-5, scale=0.2)
-torch.manual_seed(0)
-rows = lambda n, k: (torch.randn(n, k) * 0.1).bfloat16()
-share = lambda w, dim: w.chunk(size, dim)[rank]
-q, k, v, out = rows(128, 64), rows(64, 64), rows(64, 64), rows(64, 128)
-gate, up, down = rows(96, 64), rows(96, 64), rows(64, 96)
-layer = DecoderLayer(
-    input_norm=torch.rand(64), mlp_norm=torch.rand(64),
-    qkv=kernels.pack_linear(torch.cat([share(w, 0) for w in (q, k, v)])),
-    out=kernels.pack_linear(share(out, 1)),
-    gate_up=kernels.pack_linear(share(gate, 0), up=share(up, 0)),
-    down=kernels.pack_linear(share(down, 1)),
-)
-group = SharedGroup(path, rank, size) if size > 1 else None
-stack = DecoderStack([layer], shape, group)
-cache = torch.zeros(4, 1, 2, shape.num_kv_heads, 16, 32).bfloat16()
-hidden, positions = (torch.randn(33, 64)).bfloat16(), torch.arange(33)
-tables, lengths = torch.tensor([[0, 1, 2]], dtype=torch.int32), torch.tensor([33], dtype=torch.int32)
-starts = torch.tensor([0, 33], dtype=torch.int32)
-kernels.decoder_layers(stack, hidden, cache, positions, positions, tables, starts, lengths)
-print(json.dumps(hidden.float().tolist()))
-"""
+    def share(weight: Tensor, dim: int) -> Tensor:
+        return weight.chunk(num_ranks, dim)[rank]
+
+    layer = DecoderLayer(
+        input_norm=torch.rand(64),
+        qkv=kernels.pack_linear(torch.cat([share(w, 0) for w in (q, k, v)])),
+        out=kernels.pack_linear(share(out, 1)),
+        mlp_norm=torch.rand(64),
+        gate_up=kernels.pack_linear(share(gate, 0), up=share(up, 0)),
+        down=kernels.pack_linear(share(down, 1)),
+    )
+    group = SharedGroup(path, rank, num_ranks, slot_bytes) if num_ranks > 1 else None
+    cache = torch.zeros(8, 1, 2, shape.num_kv_heads, 16, 32).bfloat16()
+    return Step(0, 33).run(kernels, DecoderStack([layer], shape, group), random(33, 64, scale=1.0), cache)
 
 
-@pytest.mark.usefixtures("library")
-def test_two_ranks_share_the_layers() -> None:
-    path = create_segment(2)
+def as_list(*args: Any) -> list[list[float]]:
+    values: list[list[float]] = one_share(*args).float().tolist()
+    return values
 
-    def start(rank: int, size: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", TENSOR_PARALLEL_RANK, str(path), str(rank), str(size)]
-        env = {"PYTHONPATH": str(Path(__file__).parents[2] / "kernels")}
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
-    try:
-        processes = [start(0, 2), start(1, 2), start(0, 1)]
-        first, second, alone = (torch.tensor(json.loads(p.communicate(timeout=60)[0])) for p in processes)
-    finally:
-        path.unlink()
+def test_two_ranks_share_the_layers(run_ranks: Callable[..., list[Any]]) -> None:
+    first, second = (torch.tensor(rows) for rows in run_ranks(as_list, 2))
+    (alone,) = (torch.tensor(rows) for rows in run_ranks(as_list, 1))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, alone, rtol=0.02, atol=0.02)

@@ -79,7 +79,7 @@ class AttentionTile {
     F16 s[kPages];
     for (int p = 0; p < kPages; ++p) s[p] = mul(load(scores_ + r * kSuperblock + p * 16), splat(a_.scale));
     if (a_.softcap > 0) {
-      for (F16& v : s) v = mul(tanh(div(v, splat(a_.softcap))), splat(a_.softcap));
+      for (F16& v : s) v = mul(tanh(mul(v, splat(1.0f / a_.softcap))), splat(a_.softcap));
     }
     if (first_keys_[r] > base || positions_[r] < base + kSuperblock - 1) mask(r, base, s);
 

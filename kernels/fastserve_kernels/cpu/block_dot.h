@@ -14,8 +14,10 @@ class BlockDot {
   static int panels(int64_t rows) { return rows == 1 ? 2 : kTilePanels; }
   static int64_t block_rows(int panels) { return panels > kTilePanels ? 1 : kTileRows; }
 
-  // acc[rows][panels * 32] = x[rows, kp] . panels[panels][kp / 2][32][2], summed along K in order from zero
-  void run(const bf16* x, int64_t ld_x, int rows, const bf16* w, int panels, int64_t kp, float* acc) {
+  // acc[rows][panels * 32] = x[rows, kp] . panels[panels][kp / 2][32][2], summed along K in order from zero;
+  // `cold`: the panels come from memory, which the hardware prefetches well enough
+  void run(const bf16* x, int64_t ld_x, int rows, const bf16* w, int panels, int64_t kp, bool /*cold*/,
+           float* acc) {
     if (panels == 2) {
       rows_of<kTilePanels == 2 ? kTileRows : 1, 2>(x, ld_x, rows, w, kp, acc);
     } else {

@@ -98,7 +98,8 @@ static void linear(Pool* pool, const LinearArgs& a) {
         for (int64_t row = row_begin; row < row_end; row += block) {
           const int rows = static_cast<int>(row_end - row < block ? row_end - row : block);
           alignas(64) float acc[32 * 2 * kPanel];
-          dots.run(input.x + row * input.ld, input.ld, rows, a.weight + panel * kPanel * kp, panels, kp, acc);
+          dots.run(input.x + row * input.ld, input.ld, rows, a.weight + panel * kPanel * kp, panels, kp,
+                   row == row_begin, acc);
           for (int r = 0; r < rows; ++r)
             for (int p = 0; p < panels; ++p) finish_panel(a, row + r, panel + p, acc + (r * panels + p) * kPanel);
         }

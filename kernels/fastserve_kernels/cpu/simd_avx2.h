@@ -31,10 +31,6 @@ static inline F16 fma(F16 a, F16 b, F16 c) {
 }
 static inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 static inline F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
-static inline F16 round(F16 a) {
-  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  return {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)};
-}
 static inline F16 keep_if_ge(F16 value, F16 x, F16 bound) {
   return {_mm256_and_ps(value.lo, _mm256_cmp_ps(x.lo, bound.lo, _CMP_GE_OQ)),
           _mm256_and_ps(value.hi, _mm256_cmp_ps(x.hi, bound.hi, _CMP_GE_OQ))};
@@ -51,13 +47,17 @@ static inline F16 minus_infinity_unless(F16 value, F16 key, F16 first, F16 last)
   return {minus_infinity_unless(value.lo, key.lo, first.lo, last.lo),
           minus_infinity_unless(value.hi, key.hi, first.hi, last.hi)};
 }
-static inline __m256 scale_by_power(__m256 value, __m256 n) {
-  const __m256i shift = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+static inline __m256 add_to_exponent(__m256 value, __m256 shifted) {
+  const __m256i shift = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(value), shift));
 }
-static inline F16 scale_by_power(F16 value, F16 n) {
-  return {scale_by_power(value.lo, n.lo), scale_by_power(value.hi, n.hi)};
+static inline F16 add_to_exponent(F16 value, F16 shifted) {
+  return {add_to_exponent(value.lo, shifted.lo), add_to_exponent(value.hi, shifted.hi)};
 }
+static inline __m256 subtract_bits(int from, __m256 v) {
+  return _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_set1_epi32(from), _mm256_castps_si256(v)));
+}
+static inline F16 subtract_bits(int from, F16 v) { return {subtract_bits(from, v.lo), subtract_bits(from, v.hi)}; }
 static inline __m256 low_half(F16 v) { return v.lo; }
 static inline __m256 high_half(F16 v) { return v.hi; }
 

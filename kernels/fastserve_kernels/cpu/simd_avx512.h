@@ -23,7 +23,6 @@ static inline F16 div(F16 a, F16 b) { return _mm512_div_ps(a, b); }
 static inline F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 static inline F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
 static inline F16 min(F16 a, F16 b) { return _mm512_min_ps(a, b); }
-static inline F16 round(F16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // value where x >= bound, else 0 (also for NaN)
 static inline F16 keep_if_ge(F16 value, F16 x, F16 bound) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), value);
@@ -34,10 +33,13 @@ static inline F16 minus_infinity_unless(F16 value, F16 key, F16 first, F16 last)
   const __mmask16 inside = _mm512_cmp_ps_mask(key, first, _CMP_GE_OQ) & _mm512_cmp_ps_mask(key, last, _CMP_LE_OQ);
   return _mm512_mask_blend_ps(inside, _mm512_set1_ps(-__builtin_inff()), value);
 }
-// value * 2^n for integral n that keeps the result normal
-static inline F16 scale_by_power(F16 value, F16 n) {
-  const __m512i shift = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
+// value * 2^n, n in the low bits of `shifted`; the result must be normal
+static inline F16 add_to_exponent(F16 value, F16 shifted) {
+  const __m512i shift = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(value), shift));
+}
+static inline F16 subtract_bits(int from, F16 v) {
+  return _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32(from), _mm512_castps_si512(v)));
 }
 static inline __m256 low_half(F16 v) { return _mm512_castps512_ps256(v); }
 static inline __m256 high_half(F16 v) { return _mm512_extractf32x8_ps(v, 1); }
