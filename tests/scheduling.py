@@ -36,7 +36,7 @@ class Reordering:
         self._numbers[sequence.request_id] = len(self._numbers)
         self._sequences[sequence.request_id] = sequence
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence, is_complete: bool) -> None:  # noqa: ARG002
         del self._sequences[sequence.request_id]
 
     def on_progress(self, sequence: Sequence, num_tokens: int, now: float) -> None:  # noqa: ARG002

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import repeat
 
+from fastserve_hpc.core.cost import CostModel, load_of
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.packing import Packing
 from fastserve_hpc.core.plan import IterationPlan, IterationResult, SequenceSlice, TokenDelta
@@ -44,13 +45,24 @@ class _Flight:
 class Scheduler:
     """Requests in, plans out; results in, tokens out."""
 
-    def __init__(self, policy: Policy, kv: KvManager, *, max_batch: int, max_batch_tokens: int, num_stages: int = 1):
+    def __init__(
+        self,
+        policy: Policy,
+        kv: KvManager,
+        *,
+        max_batch: int,
+        max_batch_tokens: int,
+        num_stages: int = 1,
+        cost: CostModel | None = None,
+    ):
+        """`cost` learns from the times that results bring."""
         limits = {"max_batch": max_batch, "max_batch_tokens": max_batch_tokens, "num_stages": num_stages}
         for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}: it must be at least 1")
         self.policy = policy
         self.kv = kv
+        self.cost = cost
         self.max_batch = max_batch
         self.max_batch_tokens = max_batch_tokens
         self.num_stages = num_stages
@@ -86,6 +98,10 @@ class Scheduler:
     def request_ids(self) -> list[int]:
         """The requests that are not finished, by arrival."""
         return list(self._live)
+
+    def num_outputs(self, request_id: int) -> int:
+        """Tokens that an unfinished request has been given."""
+        return len(self._live[request_id].outputs)
 
     def add(self, request: Request, now: float) -> None:
         """Take a request that the front end has resolved (see `Request`).
@@ -202,7 +218,13 @@ class Scheduler:
         self.kv.plan_done(oldest.plan_id)
         self.counters.iterations += 1
         self.counters.prompt_tokens += oldest.num_prompt_tokens
+        self._learn(oldest, result.compute_s)
         return oldest
+
+    def _learn(self, flight: _Flight, seconds: float) -> None:
+        """What the iteration took. Those that only decode are much alike: every 16th will do."""
+        if self.cost is not None and seconds > 0 and (flight.num_prompt_tokens or flight.plan_id % 16 == 0):
+            self.cost.observe(load_of(flight.slices), seconds)
 
     def _fail(self, errors: tuple[tuple[int, str], ...]) -> list[TokenDelta]:
         """End the requests that cannot go on."""
@@ -219,7 +241,7 @@ class Scheduler:
         if reason is None:
             self.policy.on_progress(sequence, num_tokens, now)
         else:
-            self._remove(sequence)
+            self._remove(sequence, is_complete=True)
         return reason
 
     def _accept(self, sequence: Sequence, token_id: int) -> FinishReason | None:
@@ -232,13 +254,13 @@ class Scheduler:
             return "stop"
         return "length" if num_outputs >= sequence.max_tokens else None
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Sequence, is_complete: bool = False) -> None:
         request_id = sequence.request_id
         sequence.is_finished = True
         del self._live[request_id]
         self._running.pop(request_id, None)
         self.kv.free(request_id, sequence.last_plan_id)
-        self.policy.remove(sequence)
+        self.policy.remove(sequence, is_complete)
         if sequence.num_held:
             self._to_forget.append(request_id)
 

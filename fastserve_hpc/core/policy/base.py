@@ -21,8 +21,8 @@ class Policy(Protocol):
     def add(self, sequence: Sequence, now: float) -> None:
         """A request has arrived."""
 
-    def remove(self, sequence: Sequence) -> None:
-        """A sequence has finished or was aborted."""
+    def remove(self, sequence: Sequence, is_complete: bool) -> None:
+        """A sequence has left: with its whole answer, or because it was aborted or failed."""
 
     def on_progress(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """A slice of so many positions is done; a token it sampled is in `sequence.outputs` already.

@@ -25,7 +25,7 @@ class Fcfs:
         self._queue[sequence.request_id] = sequence
         self._numbers[sequence.request_id] = self._num_arrived
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence, is_complete: bool) -> None:  # noqa: ARG002
         del self._queue[sequence.request_id]
         del self._numbers[sequence.request_id]
 

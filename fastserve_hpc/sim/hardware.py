@@ -1,0 +1,112 @@
+"""What hardware makes of a model: the cost of an iteration, and room for KV."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from fastserve_hpc.core.cost import Costs
+from fastserve_hpc.errors import ConfigError
+from fastserve_hpc.sim.shapes import WEIGHT_BYTES, ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device and its links: peak numbers of the data sheets, and which part of them is reached."""
+
+    name: str
+    flops: float
+    """Dense fp16 operations a second."""
+    memory_bandwidth: float
+    memory_bytes: float
+    pcie_to_host: float = 24e9
+    pcie_to_device: float = 24e9
+    link_bandwidth: float = 250e9
+    """Between the ranks of one stage, bytes a second each way."""
+    link_latency_s: float = 12e-6
+    """Of one all-reduce between the ranks of a stage."""
+    stage_bandwidth: float = 20e9
+    stage_latency_s: float = 40e-6
+    overhead_s: float = 1.5e-3
+    """Of an iteration outside the device: scheduling, launches, sampling; a stage each."""
+    compute_efficiency: float = 0.55
+    bandwidth_efficiency: float = 0.85
+    decode_overlap: float = 0.5
+    """The part of a decode's compute that hides behind the reading of weights."""
+    usable_memory: float = 0.92
+
+    def costs(self, shape: ModelShape, tp: int = 1, pp: int = 1) -> Costs:
+        """The time from an iteration's start to its samples, through all stages."""
+        flops = self.flops * self.compute_efficiency * tp
+        bandwidth = self.memory_bandwidth * self.bandwidth_efficiency * tp
+        token_s = 2 * shape.num_parameters / flops + self._all_reduce_token_s(shape, tp)
+        token_s += (pp - 1) * shape.hidden_size * WEIGHT_BYTES / self.stage_bandwidth
+        waits = 2 * shape.num_layers * self.link_latency_s * (tp > 1) + (pp - 1) * self.stage_latency_s
+        return Costs(
+            fixed_s=shape.weight_bytes / bandwidth + pp * self.overhead_s + waits,
+            prefill_token_s=token_s,
+            prefill_attention_s=4 * shape.num_layers * shape.num_heads * shape.head_dim / flops,
+            decode_sequence_s=token_s * (1 - self.decode_overlap),
+            kv_token_s=shape.kv_bytes_per_token / bandwidth,
+        )
+
+    def _all_reduce_token_s(self, shape: ModelShape, tp: int) -> float:
+        """Two ring all-reduces a layer."""
+        moved = 2 * shape.num_layers * shape.hidden_size * WEIGHT_BYTES * 2 * (tp - 1) / tp
+        return moved / self.link_bandwidth
+
+    def kv_tokens(self, shape: ModelShape, tp: int = 1, pp: int = 1) -> int:
+        """Positions whose KV fits beside the weights. Raises `ConfigError` with the numbers if none does."""
+        ranks = tp * pp
+        free = ranks * self.memory_bytes * self.usable_memory - shape.weight_bytes
+        tokens = int(free / shape.kv_bytes_per_token)
+        if tokens < 1:
+            raise ConfigError(
+                f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights, but {ranks} x {self.name} hold "
+                f"{ranks * self.memory_bytes * self.usable_memory / 1e9:.0f} GB: use a larger --tp or --pp"
+            )
+        return tokens
+
+
+HARDWARE: Mapping[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        Hardware(name="a100-40g", flops=312e12, memory_bandwidth=1.555e12, memory_bytes=40e9),
+        Hardware(name="a100-80g", flops=312e12, memory_bandwidth=2.039e12, memory_bytes=80e9),
+        Hardware(
+            name="h100",
+            flops=989e12,
+            memory_bandwidth=3.35e12,
+            memory_bytes=80e9,
+            pcie_to_host=50e9,
+            pcie_to_device=50e9,
+            link_bandwidth=380e9,
+        ),
+        Hardware(
+            name="h200",
+            flops=989e12,
+            memory_bandwidth=4.8e12,
+            memory_bytes=141e9,
+            pcie_to_host=50e9,
+            pcie_to_device=50e9,
+            link_bandwidth=380e9,
+        ),
+    )
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """Known hardware, or that of a JSON file with the fields of `Hardware`. Raises `ConfigError`."""
+    if name in HARDWARE:
+        return HARDWARE[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"--hardware {name}: use {', '.join(HARDWARE)} or a JSON file")
+    try:
+        values = json.loads(path.read_bytes())
+        numbers = {field.name: float(values[field.name]) for field in fields(Hardware)[1:] if field.name in values}
+        return Hardware(name=path.stem, **numbers)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"--hardware {path}: {error}") from None
