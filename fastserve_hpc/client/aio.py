@@ -84,7 +84,7 @@ class AsyncClient(ClientBase):
             self._cancel_all()
             self._connection = None
             self._release(connection)
-            await asyncio.get_running_loop().run_in_executor(None, connection.close)
+            connection.close()
         self._calls.fail_all(EndpointError("the client was closed"))
 
     async def __aenter__(self) -> AsyncClient:

@@ -20,17 +20,17 @@ LINGER_S = 1.0
 _HANDSHAKE_ID = 0
 _EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
-Context = zmq.Context["zmq.Socket[bytes]"]
-
 
 class Connection:
     """A DEALER and the monitor that tells when its connection is lost. It is not used again after that."""
 
-    def __init__(self, context: Context, address: str, keys: CurveKeys | None) -> None:
+    def __init__(self, address: str, keys: CurveKeys | None) -> None:
         self.address = address
         self.was_lost = False
         self.was_refused = False
-        self._context = context
+        # The context of the whole process: one of our own could not be ended in a client that nobody closed
+        # without the danger of waiting for ever in the garbage collector.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.socket = prepare(context.socket(zmq.DEALER), keys, linger_s=LINGER_S)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
         self.socket.connect(address)
@@ -53,15 +53,10 @@ class Connection:
         return messages
 
     def close(self, linger_s: float = LINGER_S) -> None:
-        """What was sent last has so long to go out."""
-        self.disconnect(0 if self.was_lost else linger_s)
-        self._context.term()
-
-    def disconnect(self, linger_s: float = 0) -> None:
-        """Close the sockets but not the context."""
+        """What was sent last has so long to go out; that is not waited for."""
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close(int(linger_s * 1000))
+        self.socket.close(0 if self.was_lost else int(linger_s * 1000))
 
     def _read_monitor(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -77,17 +72,14 @@ def connect(endpoint: Endpoint, timeout_s: float) -> Connection:
     Raises `EndpointError` if none does, or if another server answers.
     """
     addresses = _addresses(endpoint)
-    context: Context = zmq.Context()
-    candidates = [Connection(context, a, endpoint.keys if a.startswith("tcp://") else None) for a in addresses]
+    candidates = [Connection(a, endpoint.keys if a.startswith("tcp://") else None) for a in addresses]
     winner = None
     try:
         winner = _race(candidates, endpoint, timeout_s)
     finally:
         for candidate in candidates:
             if candidate is not winner:
-                candidate.disconnect()
-        if winner is None:
-            context.term()
+                candidate.close(linger_s=0)
     return winner
 
 

@@ -49,7 +49,7 @@ def read(path: Path) -> BpeTokenizer:
 
 
 def _byte_level_bpe(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, models, normalizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     pre = fields.get(_PRE) or "default"
     pairs = [tuple(merge.split(" ", 1)) for merge in _list_of(fields, "tokenizer.ggml.merges", str)]
@@ -63,6 +63,7 @@ def _byte_level_bpe(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
         ) from error
     library = Tokenizer(bpe)
     library.pre_tokenizer = _pre_tokenizer(fields.place, pre)
+    library.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         library.normalizer = normalizers.NFC()
     return library

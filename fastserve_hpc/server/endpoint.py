@@ -44,9 +44,7 @@ class EndpointFile:
 
     def remove(self) -> None:
         """Take the file back, unless another server has taken the name over."""
-        with contextlib.suppress(OSError, EndpointError):
-            if load(self._path).instance_id == self.endpoint.instance_id:
-                self._path.unlink()
+        remove(self._path, self.endpoint)
 
     def _write(self) -> None:
         """Readers see the old file or the new one, also after a crash."""
@@ -58,6 +56,13 @@ class EndpointFile:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._path)
+
+
+def remove(path: Path, endpoint: Endpoint) -> None:
+    """Remove an endpoint's file if it still is that endpoint's."""
+    with contextlib.suppress(OSError, EndpointError):
+        if load(path).instance_id == endpoint.instance_id:
+            path.unlink()
 
 
 def publish(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 
 from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.core.request import ModelLimits
-from fastserve_hpc.endpoint import Endpoint
+from fastserve_hpc.endpoint import Endpoint, endpoints_dir, file_of
 from fastserve_hpc.errors import ConfigError, ModelError
 from fastserve_hpc.server import queues
+from fastserve_hpc.server.endpoint import remove
 from fastserve_hpc.server.local_queue import CoordinatorQueue, FrameStream, IngressError, QueueClosed
 from fastserve_hpc.server.queues import IngressRefused, IngressSettings
 
@@ -67,6 +70,7 @@ class IngressProcess:
                 stdout=2,  # standard output belongs to the `ready` line
                 start_new_session=True,
             )
+        self._endpoint: Endpoint | None = None
         self._stream = FrameStream(ours)
         self._stream.write(queues.encode(settings))
         self.queue = CoordinatorQueue(self._stream)
@@ -91,6 +95,7 @@ class IngressProcess:
             raise IngressError(f"the ingress process (pid {self.pid}) did not start within {timeout_s:g} s") from None
         if isinstance(answer, IngressRefused):
             raise _ERRORS[answer.error](answer.message)
+        self._endpoint = answer.endpoint
         return answer.endpoint
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -102,6 +107,8 @@ class IngressProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.returncode != 0 and self._endpoint is not None:
+            _clean_up_after(self._endpoint)
 
     def __enter__(self) -> IngressProcess:
         return self
@@ -110,6 +117,14 @@ class IngressProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _clean_up_after(endpoint: Endpoint) -> None:
+    """Remove what an ingress that was killed could not."""
+    remove(file_of(endpoint.name, endpoints_dir()), endpoint)
+    for address in endpoint.addresses:
+        if address.startswith("ipc://"):
+            shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
 
 
 def stripped(environ: Mapping[str, str]) -> dict[str, str]:
