@@ -32,20 +32,22 @@ def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         [row.sampling.seed or 0 for row in rows], [row.choice for row in rows], [len(row.record) for row in rows]
     )
     params = [row.sampling for row in rows]
-    return (
-        _draw_on_host(weights, params, numbers) if weights.device.type == "cpu" else draw_all(weights, params, numbers)
-    )
+    if weights.device.type == "cpu":
+        return _draw_on_host(weights, params, numbers)
+    return draw_all(weights, params, numbers)
 
 
 def _draw_on_host(weights: torch.Tensor, params: Sequence[SamplingParams], numbers: Floats) -> torch.Tensor:
     """Like `draw_all`, but a row with filters is cut down to its few likely tokens first."""
-    filtering = [i for i, p in enumerate(params) if _filters(p, weights.shape[1])]
-    others = [i for i in range(len(params)) if i not in set(filtering)]
+    filters = [_filters(p, weights.shape[1]) for p in params]
+    if not any(filters):
+        return _invert(weights, numbers)
     token_ids = torch.empty(len(params), dtype=torch.int64)
-    if others:
-        token_ids[others] = _invert(weights if not filtering else weights[others], numbers[others])
-    for i in filtering:
-        token_ids[i] = _draw_likely(weights[i].numpy(), params[i], numbers[i])
+    if others := [i for i, has_filter in enumerate(filters) if not has_filter]:
+        token_ids[others] = _invert(weights[others], numbers[others])
+    for i, has_filter in enumerate(filters):
+        if has_filter:
+            token_ids[i] = _draw_likely(weights[i].numpy(), params[i], numbers[i])
     return token_ids
 
 
