@@ -38,7 +38,7 @@ PATH=$(cd "$VENV/bin" && pwd):$PATH
 check lint ruff check
 check format ruff format --check
 check types mypy
-check 'import contracts' lint-imports
+check 'import contracts' lint-imports --no-logo
 check tests python -m pytest -q --durations=15 ${marks:+-m "$marks"} "$@"
 
 say '' "=== summary ($SECONDS s)"
