@@ -82,7 +82,7 @@ setup(
     package_data={"fastserve_hpc": ["py.typed"], "fastserve_kernels": ["py.typed", "cpu/*"]},
     distclass=PlatformDistribution,
     cmdclass={"build_py": BuildPyAndKernels},
-    install_requires=["click>=8.1", "rich>=13.0", "pyzmq>=25.0", "msgspec>=0.18"],
+    install_requires=["click>=8.2", "rich>=13.0", "pyzmq>=25.0", "msgspec>=0.18"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["fastserve-hpc = fastserve_hpc.cli:main"]},
 )
