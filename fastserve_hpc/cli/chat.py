@@ -24,6 +24,9 @@ Talk; /reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer
 
 _HELP = "/reset forgets the conversation, /system TEXT sets what the model is told first, /quit ends"
 
+_COLOURED_PROMPT = "\001\033[1;32m\002you>\001\033[0m\002 "
+"""Given to input() itself, with marks round what takes no room: line editing must know where it begins."""
+
 
 @dataclass(slots=True)
 class Conversation:
@@ -71,9 +74,10 @@ def _lines(console: Console) -> Iterator[str]:
         return
     import readline  # noqa: F401  line editing and history for input()
 
+    prompt = _COLOURED_PROMPT if console.color_system else "you> "
     while True:
         try:
-            yield console.input("[bold green]you>[/bold green] ").strip()
+            yield input(prompt).strip()
         except EOFError:
             console.print()
             return
