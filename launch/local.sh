@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # fastserve-hpc on ranks of this machine: launch/local.sh -n 2 serve --pp 2
 # Everything after -n N is fastserve-hpc's command line. VENV names another environment than .venv;
-# BIND=0 leaves ranks free to run on all cores.
+# BIND=1 gives each rank cores and a GPU of its own (bind_rank.sh).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -30,6 +30,6 @@ if "$launcher" --version 2>&1 | grep -qi 'open.\?mpi\|open-mpi'; then
     options+=(--oversubscribe)
     [ "$(id -u)" != 0 ] || options+=(--allow-run-as-root)
 fi
-bind=("$here/bind_rank.sh")
-[ "${BIND:-1}" != 0 ] || bind=()
+bind=()
+[ "${BIND:-0}" = 0 ] || bind+=("$here/bind_rank.sh")
 exec "$launcher" "${options[@]}" -n "$ranks" "${bind[@]}" "$program" "$@"

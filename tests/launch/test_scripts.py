@@ -90,8 +90,8 @@ def test_local_runs_one_rank_without_mpi_and_several_with(tmp_path: Path) -> Non
     venv = fake_venv(tmp_path, "fastserve-hpc", "mpiexec")
     program = venv / "bin" / "fastserve-hpc"
     assert local(venv, "serve", "--pp", "1").stdout == "fastserve-hpc serve --pp 1\n"
-    assert local(venv, "-n", "2", "serve").stdout == f"mpiexec -n 2 {LAUNCH}/bind_rank.sh {program} serve\n"
-    assert local(venv, "-n", "2", "serve", BIND="0").stdout == f"mpiexec -n 2 {program} serve\n"
+    assert local(venv, "-n", "2", "serve").stdout == f"mpiexec -n 2 {program} serve\n"
+    assert local(venv, "-n", "2", "serve", BIND="1").stdout == f"mpiexec -n 2 {LAUNCH}/bind_rank.sh {program} serve\n"
 
 
 def test_local_says_what_is_missing(tmp_path: Path) -> None:
