@@ -71,9 +71,12 @@ def try_links(world: MPI.Intracomm, topology: Topology, timeout_s: float) -> Lin
             probes.append(
                 LinkProbe(exchange.peer, error=exchange.error or f"no message got through in {timeout_s:g} s")
             )
-    stage = [rank for rank in topology.stage_ranks if rank != topology.rank]
-    reaches_stage = not any(probe.error for probe in probes if probe.peer in stage)
-    reduce_s = _time_all_reduce(world, topology, deadline) if stage and reaches_stage else None
+    stage = [probe for probe in probes if probe.peer in topology.stage_ranks]
+    if not stage or any(probe.error for probe in stage):
+        return Links(tuple(probes))
+    reduce_s = _time_all_reduce(world, topology, deadline)
+    if reduce_s is None:
+        probes.append(LinkProbe(stage[0].peer, error=f"the all-reduce of its stage did not end in {timeout_s:g} s"))
     return Links(tuple(probes), reduce_s)
 
 
@@ -120,7 +123,8 @@ def _timed(world: MPI.Intracomm, peer: int, deadline: Deadline) -> LinkProbe:
 
 
 def _time_all_reduce(world: MPI.Intracomm, topology: Topology, deadline: Deadline) -> float | None:
-    """The quickest of a few sums of 4 KiB over the tensor-parallel group; None where they do not end."""
+    """The quickest of a few sums of 4 KiB over the tensor-parallel group; None where they do not end: an error, after
+    which MPI may not be used."""
     group = world.Get_group().Incl(list(topology.stage_ranks))
     comm = world.Create_group(group, FIRST_TAG)
     times = []
