@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 from support import REPOSITORY, Server
 
-from fastserve_hpc.client import Client
+from fastserve_hpc.client import AsyncClient, Client
 from fastserve_hpc.errors import RequestError
 from fastserve_hpc.models.locate import locate
 
@@ -62,12 +63,17 @@ def first_difference(prompt: list[int], answer: list[int]) -> tuple[int, float] 
     return None
 
 
+async def _answers(endpoint: Path) -> list[list[int]]:
+    async with AsyncClient(endpoint) as client:
+        asked = [client.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in prompts()]
+        return [result.token_ids for result in await asyncio.gather(*asked)]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.mpi)])
 def test_show_3_greedy_ids_equal_transformers(start_server: Callable[..., Server], ranks: int) -> None:
     server = start_server("--dtype", "float32", "--pp", str(ranks), ranks=ranks).wait_ready()
-    with Client(server.endpoint_file()) as client:
-        answers = [client.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True).token_ids for p in prompts()]
+    answers = asyncio.run(_answers(server.endpoint_file()))
     assert [len(a) for a in answers] == [NUM_TOKENS] * NUM_PROMPTS
     for index, (prompt, answer) in enumerate(zip(prompts(), answers, strict=True)):
         difference = first_difference(prompt, answer)
