@@ -9,10 +9,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import zmq
+
+from fastserve_hpc import protocol
 from fastserve_hpc.core.engine import BlockUsage, EngineStatus
 from fastserve_hpc.core.plan import TokenDelta
 from fastserve_hpc.core.request import FinishReason, ModelLimits, Request
+from fastserve_hpc.dealer import prepare
 from fastserve_hpc.endpoint import Endpoint, endpoints_dir, file_of, load
+from fastserve_hpc.protocol import ToClient
 from fastserve_hpc.server.ingress_process import IngressProcess
 from fastserve_hpc.server.local_queue import CoordinatorQueue, IngressError
 from fastserve_hpc.server.queues import DrainMode, EngineCommands, EngineOutput, IngressSettings
@@ -161,9 +166,6 @@ class FrontDoor:
     def directory(self) -> Path:
         return Path(self.address.removeprefix("ipc://")).parent
 
-    def wait_until(self, holds: Callable[[], bool], within_s: float = 5.0) -> None:
-        wait_until(holds, within_s)
-
     def close(self) -> None:
         self.engine.stop()
         self.process.close()
@@ -175,6 +177,20 @@ class FrontDoor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def raw(context: zmq.Context[zmq.Socket[bytes]], address: str, **options: int) -> zmq.Socket[bytes]:
+    """A client without the client library."""
+    socket = prepare(context.socket(zmq.DEALER), None, linger_s=0)
+    for name, value in options.items():
+        setattr(socket, name, value)
+    socket.connect(address)
+    return socket
+
+
+def receive(socket: zmq.Socket[bytes], timeout_s: float = 5.0) -> ToClient:
+    assert socket.poll(int(timeout_s * 1000)), "no answer"
+    return protocol.decode_to_client(socket.recv_multipart())
 
 
 def wait_until(holds: Callable[[], bool], within_s: float = 5.0) -> None:

@@ -130,6 +130,8 @@ class AsyncClient(ClientBase):
 
     async def _connected(self) -> Connection:
         """The connection, made anew if it was lost since the last call."""
+        if self._connection is not None and self._loop is not asyncio.get_running_loop():
+            self._lose("the event loop that this client was used in has ended")
         self._take_in()
         while self._connection is None:
             if self._connecting is None:

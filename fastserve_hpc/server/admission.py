@@ -47,6 +47,8 @@ class Admission:
         if (submit.prompt is None) == (submit.messages is None):
             raise RequestError("exactly one of prompt and messages must be given")
         if submit.messages is not None:
+            if not submit.messages:
+                raise RequestError("messages is empty: there must be at least one")
             self._check_length(sum(len(m.content) for m in submit.messages))
             return self._tokenizer.apply_chat([{"role": m.role, "content": m.content} for m in submit.messages])
         if isinstance(submit.prompt, str):

@@ -48,20 +48,18 @@ class Door:
         self.socket.rcvhwm = RECEIVE_HWM
         self.socket.sndhwm = SEND_HWM
         self.socket.handshake_ivl = 10_000
+        self.socket.backlog = 1024
         # A client that does not answer the heartbeats loses its connection, and that ends its lease.
-        self.socket.heartbeat_ivl = int(lease_s * 1000 / 3)
-        self.socket.heartbeat_timeout = int(lease_s * 1000)
+        self.socket.heartbeat_ivl = max(1, int(lease_s * 1000 / 3))
+        self.socket.heartbeat_timeout = max(1, int(lease_s * 1000))
 
-    def receive(self, limit: int) -> list[tuple[Peer, list[bytes]]]:
-        """At most `limit` messages that have arrived; never blocks."""
-        received = []
+    def receive(self) -> tuple[Peer, list[bytes]] | None:
+        """A message, if one has arrived; never blocks."""
         try:
-            for _ in range(limit):
-                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-                received.append((Peer(self._number, identity), frames))
+            identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
-            pass
-        return received
+            return None
+        return Peer(self._number, identity), frames
 
     def send(self, identity: bytes, frames: list[bytes]) -> None:
         """Send without waiting. Raises `Blocked` or `Unreachable`, and has then sent nothing."""

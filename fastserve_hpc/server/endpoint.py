@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from fastserve_hpc.config import check_endpoint_name
-from fastserve_hpc.core.engine import EngineState
-from fastserve_hpc.endpoint import Endpoint, default_name, file_of, load
+from fastserve_hpc.endpoint import Endpoint, default_name, file_of, load, load_all
 from fastserve_hpc.errors import ConfigError, EndpointError
 
 MAX_DEFAULT_NAMES = 100
@@ -29,12 +28,9 @@ class EndpointFile:
         self.endpoint = endpoint
         self._write()
 
-    def update(self, *, state: EngineState | None = None, max_model_len: int | None = None) -> None:
-        """Publish what has changed, if the disk allows."""
-        old = self.endpoint
-        self.endpoint = msgspec.structs.replace(
-            old, state=state or old.state, max_model_len=max_model_len or old.max_model_len
-        )
+    def update(self, **changes: object) -> None:
+        """Publish other values of some fields of the endpoint, if the disk allows."""
+        old, self.endpoint = self.endpoint, msgspec.structs.replace(self.endpoint, **changes)
         if self.endpoint == old:
             return
         try:
@@ -78,6 +74,7 @@ def publish(
     that was asked for is taken; the default name moves on to default-2 and so forth.
     """
     _make_directory(directory)
+    _prune(directory)
     for candidate in [name] if name is not None else _default_names(environ):
         path = file_of(candidate, directory)
         with _claim(path):
@@ -110,6 +107,15 @@ def _make_directory(directory: Path) -> None:
         raise ConfigError(
             f"{directory}: {error.strerror}; set FASTSERVE_HPC_HOME to a directory that servers and clients share"
         ) from error
+
+
+def _prune(directory: Path) -> None:
+    """Remove what servers of this host left behind that were killed."""
+    for endpoint in load_all(directory):
+        if endpoint.is_dead():
+            path = file_of(endpoint.name, directory)
+            with _claim(path):
+                remove(path, endpoint)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from fastserve_hpc.core.request import MAX_CHOICES, Request
 from fastserve_hpc.errors import RequestError
 from fastserve_hpc.models.tokenizer import Tokenizer
 from fastserve_hpc.protocol import (
-    Alive,
     Cancel,
     Drain,
     Draining,
@@ -66,6 +65,7 @@ class FrontDesk:
         self._wants_status = False
         self._drain: DrainMode | None = None
         self._next_alive = clock() + ALIVE_S
+        self._num_garbled = 0
 
     @property
     def has_ended(self) -> bool:
@@ -77,6 +77,7 @@ class FrontDesk:
         try:
             message = protocol.decode_to_server(frames)
         except ProtocolError as error:
+            self._num_garbled += 1
             code = "protocol" if error.id == protocol.NO_ID else "invalid_request"
             self._outbox.post(peer, Failed(error.id, code, str(error)))
             return
@@ -93,7 +94,7 @@ class FrontDesk:
         for tokens in output.deltas:
             self._take_tokens(tokens)
         if output.status is not None:
-            self._take_status(output.status)
+            self._answer_status(output.status)
         if output.max_model_len is not None:
             self._limit_length(output.max_model_len)
         if output.state is not None:
@@ -117,7 +118,7 @@ class FrontDesk:
         spoken_to = self._outbox.take_sent_to()
         for peer in self._sessions.peers:
             if peer not in spoken_to:
-                self._outbox.post(peer, Alive())
+                self._outbox.probe(peer)
 
     def next_deadline(self) -> float | None:
         """When `keep_alive` or the outbox's `retry` has something to do; None while nobody waits."""
@@ -151,13 +152,13 @@ class FrontDesk:
 
     @_act.register
     def _(self, query: StatusQuery, peer: Peer) -> None:
-        if self._state == "starting":
-            self._outbox.post(peer, StatusReply(query.id, self._status_while_starting()))
-            return
         if len(self._status_queries) >= MAX_STATUS_QUERIES:
             raise RequestError(f"{MAX_STATUS_QUERIES} status queries wait already: try again later", code="busy")
-        self._wants_status = self._wants_status or not self._status_queries
         self._status_queries.append((peer, query.id))
+        if self._state == "starting":
+            self._answer_status(self._status_while_starting())
+        else:
+            self._wants_status = self._wants_status or len(self._status_queries) == 1
 
     @_act.register
     def _(self, drain: Drain, peer: Peer) -> None:
@@ -198,10 +199,20 @@ class FrontDesk:
             self._outbox.post(outcome.peer, outcome.message)
         self._cancelled += outcome.cancelled
 
-    def _take_status(self, status: EngineStatus) -> None:
+    def _answer_status(self, status: EngineStatus) -> None:
+        """Give it to all who wait for one, with what only the ingress knows."""
+        status = replace(status, details={**status.details, **self._details()})
         for peer, id in self._status_queries:
             self._outbox.post(peer, StatusReply(id, status))
         self._status_queries.clear()
+
+    def _details(self) -> dict[str, float]:
+        return {
+            "max_pending": self._settings.max_pending,
+            "open_requests": len(self._sessions),
+            "clients_with_requests": len(self._sessions.peers),
+            "garbled_messages": self._num_garbled,
+        }
 
     def _enter(self, state: EngineState) -> None:
         if self._state == "draining" and state == "ready":

@@ -8,13 +8,14 @@ has ended, or is gone.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -36,8 +37,8 @@ from fastserve_hpc.server.paths import RuntimeDir
 from fastserve_hpc.server.probe import answers
 from fastserve_hpc.server.queues import IngressRefused, IngressSettings, IngressStarted
 
-MESSAGES_PER_TURN = 64
-"""Read from a door before the coordinator's output has its turn again."""
+MESSAGES_TURN_S = 0.005
+"""Spent on clients' messages before the coordinator's output has its turn again."""
 MAX_COMMAND_BACKLOG_BYTES = 64 * 2**20
 """Commands that the coordinator has not read; above it clients' messages wait in their sockets."""
 _LAST_WORDS_S = 2.0
@@ -49,7 +50,6 @@ class Sockets:
 
     def __init__(self, directory: Path, tcp: bool, lease_s: float) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.max_sockets = 10_000
         self.doors = [Door(self._context, 0, lease_s)]
         self.addresses = [open_socket_file(self.doors[0], directory)]
         self.keys: CurveKeys | None = None
@@ -124,9 +124,15 @@ class Ingress:
         self._send_commands()
 
     def _take_messages(self) -> None:
-        for door in self._sockets.doors:
-            for peer, frames in door.receive(MESSAGES_PER_TURN):
-                self._desk.take_message(peer, frames)
+        """From all doors in turn, until there are none or tokens have waited long enough."""
+        deadline = time.monotonic() + MESSAGES_TURN_S
+        doors = list(self._sockets.doors)
+        while doors and time.monotonic() < deadline:
+            for door in list(doors):
+                if (received := door.receive()) is None:
+                    doors.remove(door)
+                else:
+                    self._desk.take_message(*received)
 
     def _send_commands(self) -> None:
         self._queue.flush()
@@ -147,6 +153,9 @@ def main() -> None:
     # A signal to the process group or the job is the coordinator's to act on; it tells us when to leave.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    # Each client is a file descriptor; the usual soft limit of 1024 is no protection here.
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     stream = FrameStream(socket.socket(fileno=int(sys.argv[1])))
     try:
         settings = queues.decode_settings(stream.read_one(_SETTINGS_TIMEOUT_S))
@@ -154,7 +163,8 @@ def main() -> None:
             ingress.run()
     except (ConfigError, ModelError) as error:
         kind: Literal["ConfigError", "ModelError"] = "ModelError" if isinstance(error, ModelError) else "ConfigError"
-        stream.write(queues.encode(IngressRefused(kind, str(error))))
+        with suppress(QueueClosed):
+            stream.write(queues.encode(IngressRefused(kind, str(error))))
     except QueueClosed:
         pass  # the coordinator died before the start was over, and has said why
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 
 from fastserve_hpc import protocol
 from fastserve_hpc.core.plan import TokenLogprobs
-from fastserve_hpc.protocol import Delta, ToClient
+from fastserve_hpc.protocol import Alive, Delta, ToClient
 from fastserve_hpc.server.doors import Blocked, Peer, Unreachable
 
 MAX_REPLIES = 1000
@@ -114,6 +114,11 @@ class Outbox:
                 return
             self._backlogs[peer] = Backlog(self._clock())
         self._backlogs[peer].add(message)
+
+    def probe(self, peer: Peer) -> None:
+        """Send a sign of life, unless messages wait for the client: their retries find out as much about it."""
+        if peer not in self._backlogs:
+            self.post(peer, Alive())
 
     def retry(self) -> None:
         """Send what waits to those who read again."""

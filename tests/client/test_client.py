@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -147,7 +148,9 @@ def test_refused_values_raise_here_or_there_and_cost_nothing_else(door: FrontDoo
 
 def test_status_and_stop_ids(door: FrontDoor) -> None:
     with Client("test") as client:
-        assert client.status() == status()
+        now = client.status()
+        assert replace(now, details={}) == status()
+        assert now.details["open_requests"] == 0
         client.generate("a", max_tokens=1, stop_token_ids=[3], stop="s")
     assert door.engine.requests[0].sampling.stop_token_ids == (3, EOS)
     assert door.engine.requests[0].sampling.stop == ("s",)

@@ -48,7 +48,8 @@ def test_published_updated_removed(tmp_path: Path) -> None:
     file = claim(tmp_path / "deep" / "endpoints", "demo")
     path = tmp_path / "deep" / "endpoints" / "demo.json"
     assert load(path).state == "starting"
-    file.update(state="ready", max_model_len=7)
+    file.update(state="ready")
+    file.update(max_model_len=7)
     assert (load(path).state, load(path).max_model_len) == ("ready", 7)
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == ["demo.json"]
@@ -71,6 +72,15 @@ def test_the_name_of_a_dead_server_is_free(tmp_path: Path) -> None:
     process = dead_process()
     EndpointFile(tmp_path / "demo.json", described("demo", "old", process))
     assert claim(tmp_path, "demo", instance_id="new").endpoint.instance_id == "new"
+
+
+def test_what_killed_servers_of_this_host_left_is_swept(tmp_path: Path) -> None:
+    process = dead_process()
+    far = msgspec.structs.replace(process, host="elsewhere")
+    EndpointFile(tmp_path / "job-1.json", described("job-1", "old", process))
+    EndpointFile(tmp_path / "job-2.json", described("job-2", "far", far))
+    claim(tmp_path, "demo")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["demo.json", "job-2.json"]
 
 
 def test_a_later_process_with_the_same_pid_is_another_one(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fastserve_hpc import protocol
 from fastserve_hpc.core.plan import TokenLogprobs
-from fastserve_hpc.protocol import Delta, Failed, ToClient, Usage
+from fastserve_hpc.protocol import Alive, Delta, Failed, ToClient, Usage
 from fastserve_hpc.server.doors import Blocked, Peer, Unreachable
 from fastserve_hpc.server.outbox import MAX_REPLIES, Outbox
 
@@ -140,3 +140,19 @@ def test_a_cancelled_request_s_deltas_are_dropped(wire: Wire, outbox: Outbox) ->
     wire.now = 10.0
     outbox.retry()
     assert wire.messages(A) == [delta("b", id=2)]
+
+
+def test_a_probe_is_a_sign_of_life_but_never_one_more_message_in_a_backlog(wire: Wire, outbox: Outbox) -> None:
+    outbox.probe(A)
+    assert wire.messages(A) == [Alive()]
+    wire.blocked.add(A)
+    outbox.post(A, delta("a"))
+    for _ in range(10):
+        outbox.probe(A)
+    wire.blocked.clear()
+    wire.now = 10.0
+    outbox.retry()
+    assert wire.messages(A) == [Alive(), delta("a")]
+    wire.gone.add(A)
+    outbox.probe(A)
+    assert outbox.take_gone() == [A]
