@@ -106,7 +106,9 @@ class CopyBlocksArgs(ctypes.Structure):
 class SharedGroupState(ctypes.Structure):
     _fields_ = [
         ("segment", POINTER),
-        *((name, INT64) for name in ("rank", "num_ranks", "slot_bytes", "num_arrivals", "num_calls")),
+        *((name, INT64) for name in ("rank", "num_ranks", "slot_bytes")),
+        ("num_arrivals", ctypes.c_uint32),
+        ("num_calls", ctypes.c_uint32),
     ]
 
 

@@ -36,7 +36,7 @@ class AttentionKernels(KernelBase):
         A row's result depends on its position and the cache alone, not on chunks, neighbours or threads.
         """
         view = cache_view(kv)
-        out = torch.empty_like(q) if out is None else out
+        out = q.new_empty(q.shape) if out is None else out
         for tensor in (block_tables, query_start, seq_lens):
             check(tensor.dtype == torch.int32 and tensor.stride(-1) == 1, "tables and lengths must be int32 rows")
         check(q.dtype == out.dtype == torch.bfloat16 and q.shape == out.shape, "q and out must be bf16 of one shape")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastserve_kernels.abi import Activation, ArgmaxArgs, CopyBlocksArgs, EmbeddingArgs, GateMulArgs, RmsNormArgs
 from fastserve_kernels.base import KernelBase, check, pointer
+from fastserve_kernels.packing import PackedLinear
 
 
 class RowKernels(KernelBase):
@@ -19,7 +20,7 @@ class RowKernels(KernelBase):
 
         `x`, `residual`, `out` (may be x): bf16 [rows, n]; `weight` float32 [n].
         """
-        out = torch.empty_like(x) if out is None else out
+        out = x.new_empty(x.shape) if out is None else out
         _check_rows(x, out, residual)
         check(weight.dtype == torch.float32 and weight.shape == x.shape[1:], "weight must be float32 [n]")
         args = RmsNormArgs(
@@ -58,22 +59,37 @@ class RowKernels(KernelBase):
         return out
 
     def embedding(
-        self, ids: Tensor, table: Tensor, *, first_id: int = 0, scale: float = 1.0, out: Tensor | None = None
+        self,
+        ids: Tensor,
+        table: Tensor | PackedLinear,
+        *,
+        first_id: int = 0,
+        scale: float = 1.0,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Rows of bf16 `table` [num_rows, n], which holds ids from `first_id` on; zeros for other ids."""
-        out = table.new_empty(ids.shape[0], table.shape[1]) if out is None else out
+        """Rows of bf16 `table` [num_rows, n], which holds ids from `first_id` on; zeros for other ids.
+
+        `table` may be the packed weight of a tied head, so that there is one copy of it.
+        """
+        if isinstance(table, PackedLinear):
+            check(not table.gated, "a gated weight is no table of embeddings")
+            rows, num_rows, n, stride = table.data, table.num_outputs, table.num_inputs, 0
+        else:
+            rows, num_rows, n, stride = table, *table.shape, table.stride(0)
+            check(table.dtype == torch.bfloat16 and table.stride(1) == 1, "table must be bf16 rows")
+        out = rows.new_empty(ids.shape[0], n) if out is None else out
         check(ids.dtype == torch.int64 and ids.is_contiguous(), "ids must be int64")
-        check(table.dtype == out.dtype == torch.bfloat16 and table.stride(1) == out.stride(1) == 1, "rows must be bf16")
+        check(out.dtype == torch.bfloat16 and out.stride(1) == 1 and out.shape[1] == n, "out must be bf16 [ids, n]")
         args = EmbeddingArgs(
-            table=table.data_ptr(),
+            table=rows.data_ptr(),
             ids=ids.data_ptr(),
             out=out.data_ptr(),
-            ld_table=table.stride(0),
+            ld_table=stride,
             ld_out=out.stride(0),
             first_id=first_id,
-            num_rows=table.shape[0],
+            num_rows=num_rows,
             num_ids=ids.shape[0],
-            n=table.shape[1],
+            n=n,
             scale=scale,
         )
         self._run("embedding", args)

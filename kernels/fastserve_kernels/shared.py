@@ -50,7 +50,7 @@ class SharedGroup:
         self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.rank = rank
         self.num_ranks = num_ranks
-        self.state = SharedGroupState(self._memory.data_ptr(), rank, num_ranks, slot_bytes, 0, 0)
+        self.state = SharedGroupState(self._memory.data_ptr(), rank, num_ranks, slot_bytes)
 
 
 class SharedKernels(KernelBase):

@@ -58,6 +58,16 @@ def test_embedding(kernels: Kernels, n: int) -> None:
     assert torch.equal(scaled, (table[ids].float() * 24.0).bfloat16())
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_embedding_from_a_packed_head(kernels: Kernels, n: int) -> None:
+    table, ids = bf16(99, n), torch.tensor([0, 98, 19, 32, 31, 200])
+    packed = kernels.pack_linear(table)
+    assert torch.equal(kernels.embedding(ids, packed), kernels.embedding(ids, table))
+    assert torch.equal(
+        kernels.embedding(ids, packed, first_id=1, scale=24.0), kernels.embedding(ids, table, first_id=1, scale=24.0)
+    )
+
+
 def test_embedding_of_a_part_of_the_vocabulary(kernels: Kernels) -> None:
     table, ids = bf16(50, 64), torch.tensor([0, 99, 100, 149, 150, 2**62, -1])
     y = kernels.embedding(ids, table, first_id=100)

@@ -98,6 +98,7 @@ struct GateMulArgs {
 
 struct EmbeddingArgs {
   const bf16* table;  // [num_rows, n]: the rows of ids first_id .. first_id + num_rows - 1; others give zeros
+                      // (ld_table 0: a packed weight, so that a tied head needs no second copy)
   const int64_t* ids;
   bf16* out;
   int64_t ld_table, ld_out, first_id, num_rows, num_ids, n;
@@ -121,7 +122,7 @@ struct CopyBlocksArgs {
 struct SharedGroup {
   uint8_t* segment;
   int64_t rank, num_ranks, slot_bytes;
-  uint64_t num_arrivals, num_calls;  // how often this rank has arrived, and called
+  uint32_t num_arrivals, num_calls;  // how often this rank has arrived, and called
 };
 
 struct AllReduceArgs {

@@ -5,8 +5,11 @@
 // calls: who writes a buffer again has seen every rank arrive at the call between, so nobody still reads it.
 #pragma once
 
-#include <sched.h>
-#include <time.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
 
 #include "abi.h"
 
@@ -23,24 +26,39 @@ class SharedCall {
 
   // Returns when every rank has called it as often as this one.
   void meet() {
-    const uint64_t target = ++g_.num_arrivals;
-    __atomic_store_n(counter(g_.rank), target, __ATOMIC_RELEASE);
-    for (int64_t rank = 0; rank < g_.num_ranks; ++rank) {
-      for (int64_t spins = 0; __atomic_load_n(counter(rank), __ATOMIC_ACQUIRE) < target; ++spins) relax(spins);
-    }
+    const uint32_t target = ++g_.num_arrivals;
+    Arrivals& own = arrivals(g_.rank);
+    __atomic_store_n(&own.count, target, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST) > 0) futex(&own.count, FUTEX_WAKE, INT_MAX);
+    for (int64_t rank = 0; rank < g_.num_ranks; ++rank) wait(arrivals(rank), target);
   }
 
  private:
-  static constexpr int64_t kPauses = 400;   // some 10 us
-  static constexpr int64_t kYields = 5000;  // some ms, in which others run if there are more ranks than cores
+  // One cache line of the segment. Counts wrap around; two ranks are never more than one call apart.
+  struct Arrivals {
+    uint32_t count;
+    uint32_t sleepers;
+  };
+  static constexpr int kPauses = 400;  // some 10 us: longer, and a rank without a core of its own keeps others from theirs
 
-  uint64_t* counter(int64_t rank) const { return reinterpret_cast<uint64_t*>(g_.segment + rank * 64); }
+  Arrivals& arrivals(int64_t rank) const { return *reinterpret_cast<Arrivals*>(g_.segment + rank * 64); }
 
-  static void relax(int64_t spins) {
-    if (spins < kPauses) return _mm_pause();
-    if (spins < kPauses + kYields) return static_cast<void>(sched_yield());
-    const timespec nap = {0, 50'000};
-    nanosleep(&nap, nullptr);
+  static void futex(uint32_t* word, int operation, uint32_t value) {
+    syscall(SYS_futex, word, operation, value, nullptr, nullptr, 0);
+  }
+
+  static void wait(Arrivals& other, uint32_t target) {
+    const auto behind = [&](uint32_t count) { return static_cast<int32_t>(count - target) < 0; };
+    for (int i = 0; i < kPauses; ++i) {
+      if (!behind(__atomic_load_n(&other.count, __ATOMIC_ACQUIRE))) return;
+      _mm_pause();
+    }
+    // Sleeping hands the core to a rank that has none; yielding would put this one behind everybody else.
+    __atomic_fetch_add(&other.sleepers, 1, __ATOMIC_SEQ_CST);
+    for (uint32_t count; behind(count = __atomic_load_n(&other.count, __ATOMIC_SEQ_CST));) {
+      futex(&other.count, FUTEX_WAIT, count);
+    }
+    __atomic_fetch_sub(&other.sleepers, 1, __ATOMIC_SEQ_CST);
   }
 
   SharedGroup& g_;

@@ -38,6 +38,13 @@ static void gate_mul(Pool* pool, const GateMulArgs& a) {
   });
 }
 
+// Row `row` of a packed [num_rows, n].
+static inline void unpack_row(const bf16* packed, int64_t row, int64_t n, bf16* out) {
+  const bf16* pairs = packed + row / kPanel * kPanel * round_up(n, kStep) + row % kPanel * 2;
+  for (int64_t k = 0; k + 2 <= n; k += 2) __builtin_memcpy(out + k, pairs + k * kPanel, 2 * sizeof(bf16));
+  if (n % 2 != 0) out[n - 1] = pairs[(n - 1) * kPanel];
+}
+
 static void embedding(Pool* pool, const EmbeddingArgs& a) {
   parallel_for(pool, a.num_ids, rows_per_piece(a.n), [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
@@ -47,13 +54,14 @@ static void embedding(Pool* pool, const EmbeddingArgs& a) {
         __builtin_memset(out, 0, static_cast<size_t>(a.n) * sizeof(bf16));
         continue;
       }
-      const bf16* source = a.table + row * a.ld_table;
-      if (a.scale == 1.0f) {
-        __builtin_memcpy(out, source, static_cast<size_t>(a.n) * sizeof(bf16));
-        continue;
+      if (a.ld_table == 0) {
+        unpack_row(a.table, row, a.n, out);
+      } else {
+        __builtin_memcpy(out, a.table + row * a.ld_table, static_cast<size_t>(a.n) * sizeof(bf16));
       }
+      if (a.scale == 1.0f) continue;
       for (int64_t i = 0; i < a.n; i += 16) {
-        store_first(out + i, mul(load_first(source + i, a.n - i), splat(a.scale)), a.n - i);
+        store_first(out + i, mul(load_first(out + i, a.n - i), splat(a.scale)), a.n - i);
       }
     }
   });
