@@ -11,6 +11,7 @@ from fastserve_hpc.boot.workers import build_worker
 from fastserve_hpc.boot.world import check_launch, is_first_rank, join_world
 from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.errors import ExitCode, FastServeError
+from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.parallel.idle import Backoff
 from fastserve_hpc.parallel.signals import SignalThread, block_signals
 from fastserve_hpc.worker import loop
@@ -41,14 +42,18 @@ def run_rank(engine: EngineConfig, server: ServerConfig, batch_args: list[str] |
 
 def _run_first(engine: EngineConfig, server: ServerConfig, batch_args: list[str] | None) -> ExitCode:
     """Rank 0. What fails before the ranks have met is raised once they have, so that it ends them all."""
+    early: FastServeError | None = None
+    spec: ModelSpec | None = None
     with ExitStack() as stack:
-        early: FastServeError | None = None
         try:
             model = find_model(engine)
+            spec = None if model.weights is None else model.weights.spec
             front = stack.enter_context(Front(engine, server, model, batch_args))
         except FastServeError as error:
+            if engine.world_size == 1:
+                raise
             early = error
-        with join_world(engine, server) as world:
+        with join_world(engine, server, spec) as world:
             if early is not None:
                 raise early
             return front.run(world)

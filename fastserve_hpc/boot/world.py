@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
+from fastserve_hpc import doctor
 from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.errors import FastServeError
+from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.parallel.control import Control, LocalControl, WorkerControl
 from fastserve_hpc.parallel.mpi_init import UNKNOWN, world_size_from_env
 from fastserve_hpc.parallel.topology import Topology
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from fastserve_hpc.parallel.watchdog import Watchdog
 
 _LOADING_SILENCE_S = 120.0
+_SILENT_NODES_S = 10.0
 
 
 class World:
@@ -29,7 +32,7 @@ class World:
 
     def __init__(self, topology: Topology, mpi: MPI.Intracomm | None = None, watchdog: Watchdog | None = None):
         self.topology = topology
-        self._mpi = mpi
+        self.mpi = mpi
         self._watchdog = watchdog
 
     def check(self) -> None:
@@ -55,53 +58,53 @@ class World:
 
     def control(self) -> Control:
         """The coordinator's side of the control plane; collective with `worker_control`."""
-        if self._mpi is None:
+        if self.mpi is None:
             return LocalControl()
         from fastserve_hpc.parallel.mpi_control import MpiControl
 
-        return MpiControl(self._mpi, self.check)
+        return MpiControl(self.mpi, self.check)
 
     def worker_control(self) -> WorkerControl:
         """The side of a rank other than 0."""
-        if self._mpi is None:
+        if self.mpi is None:
             raise ValueError("a world of one rank has no other ranks")
         from fastserve_hpc.parallel.mpi_control import MpiWorkerControl
 
-        return MpiWorkerControl(self._mpi, self.check)
+        return MpiWorkerControl(self.mpi, self.check)
 
     def comm(self, max_link_bytes: int, device: torch.device) -> TensorComm:
         """The data plane; collective."""
-        if self._mpi is None:
+        if self.mpi is None:
             from fastserve_hpc.parallel.single import SingleComm
 
             return SingleComm()
         if device.type == "cuda":
             from fastserve_hpc.parallel.torch_comm import TorchTensorComm
 
-            return TorchTensorComm(self._mpi, self.topology, device)
+            return TorchTensorComm(self.mpi, self.topology, device)
         from fastserve_hpc.parallel.mpi_comm import MpiTensorComm
 
-        return MpiTensorComm(self._mpi, self.topology, max_link_bytes, self.check)
+        return MpiTensorComm(self.mpi, self.topology, max_link_bytes, self.check)
 
     def place_on_node(self) -> tuple[int, int]:
         """(this rank's number on its node, ranks on its node); collective."""
-        if self._mpi is None:
+        if self.mpi is None:
             return 0, 1
         from fastserve_hpc.parallel.mpi_api import MPI
 
-        node = self._mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED)
         place = int(node.rank), int(node.size)
         node.Free()
         return place
 
     def minimum(self, *values: int) -> tuple[int, ...]:
         """The least of each value over all ranks; collective."""
-        if self._mpi is None:
+        if self.mpi is None:
             return values
         from fastserve_hpc.parallel.mpi_init import exchange
 
         own = " ".join(map(str, values)).encode()
-        rows = [line.split() for line in exchange(self._mpi, own, timeout_s=None, check=self.check)]
+        rows = [line.split() for line in exchange(self.mpi, own, timeout_s=None, check=self.check)]
         return tuple(min(map(int, column)) for column in zip(*rows, strict=True))
 
 
@@ -126,17 +129,23 @@ def _patience(watchdog: Watchdog, heartbeat_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def join_world(config: EngineConfig, server: ServerConfig) -> Iterator[World]:
-    """Meet the other ranks; an exception inside ends them all."""
+def join_world(config: EngineConfig, server: ServerConfig, spec: ModelSpec | None = None) -> Iterator[World]:
+    """Meet the other ranks and let the doctor look at all; an exception inside ends them all.
+
+    `spec` saves the doctor from reading the model's config again.
+    """
     if world_size_from_env(os.environ) == 1:
+        _heed(doctor.run(None, config, os.environ, spec), World(Topology()))
         yield World(Topology())
         return
-    from fastserve_hpc.parallel.mpi_init import finalize_mpi, init_mpi
+    from fastserve_hpc.parallel.mpi_init import finalize_mpi
     from fastserve_hpc.parallel.mpi_watchdog import start_watchdog
 
-    mpi = init_mpi()
+    mpi = _start_mpi()
     config.check_world_size(mpi.size)
     topology = Topology(mpi.rank, config.tp, config.pp)
+    # Before the watchdog, which would wait long for ranks that cannot be reached.
+    _heed(doctor.run(mpi, config, os.environ, spec), World(topology, mpi))
     watchdog = start_watchdog(mpi, topology, server.heartbeat_s)
     try:
         yield World(topology, mpi, watchdog)
@@ -144,3 +153,22 @@ def join_world(config: EngineConfig, server: ServerConfig) -> Iterator[World]:
     except BaseException as cause:
         watchdog.abort(cause)
     watchdog.close()
+
+
+def _start_mpi() -> MPI.Intracomm:
+    """MPI_Init, which is given up soon where nodes do not answer: it would hang for minutes."""
+    from fastserve_hpc.parallel.mpi_init import init_mpi
+
+    silent = doctor.preflight(os.environ)
+    if not silent:
+        return init_mpi()
+    for finding in silent:
+        print(finding, file=sys.stderr, flush=True)
+    return init_mpi(warn_after_s=5.0, give_up_after_s=_SILENT_NODES_S)
+
+
+def _heed(findings: list[doctor.Finding], world: World) -> None:
+    """Show the doctor's warnings; raise `ConfigError` for errors."""
+    for finding in doctor.at_level(findings, "warning"):
+        world.say(str(finding))
+    doctor.raise_errors(findings, world.mpi)

@@ -39,11 +39,12 @@ def send_facts(world: MPI.Intracomm, facts: RankFacts, deadline: Deadline) -> li
     if not deadline.wait(sent.Test) or (answer := _receive(world, 0, FINDINGS_TAG, deadline)) is None:
         cure = "see what rank 0 says; is its node up, and may the nodes talk to each other over TCP?"
         silence = f"no word from rank 0 in {deadline.seconds:g} s"
-        return [Finding("error", "links", silence, cure, facts.rank, facts.host)]
+        return [Finding("error", "links", silence, cure, facts.rank, facts.host, is_own=True)]
     try:
         return _decode_findings(answer)
     except msgspec.MsgspecError:
-        return [_other_version(facts.rank, facts.host, "what rank 0 says cannot be read here")]
+        garbled = _other_version(facts.rank, facts.host, "what rank 0 says cannot be read here")
+        return [msgspec.structs.replace(garbled, is_own=True)]
 
 
 def collect_facts(world: MPI.Intracomm, own: RankFacts, deadline: Deadline) -> list[RankFacts | Finding]:

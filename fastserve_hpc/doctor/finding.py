@@ -22,6 +22,8 @@ class Finding(msgspec.Struct, frozen=True):
     rank: int | None = None
     """None: all ranks."""
     host: str = ""
+    is_own: bool = False
+    """Rank 0 did not say it, so this rank must."""
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank} on {self.host}: "

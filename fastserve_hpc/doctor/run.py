@@ -74,19 +74,21 @@ def run(
 
 
 def raise_errors(findings: Sequence[Finding], world: MPI.Intracomm | None) -> None:
-    """If there is an error, end MPI and raise `ConfigError` naming every one, on all ranks.
+    """If there is an error, end MPI and raise `ConfigError` naming every one; a rank that rank 0 speaks for just exits.
 
-    MPI is left as it is where a rank cannot be reached: its end would be waited for. Ranks other than 0 raise
-    a moment later, because many launchers end all ranks with the first that fails, and rank 0 speaks for all.
+    MPI is left as it is where a rank cannot be reached: its end would be waited for. Ranks other than 0 leave
+    a moment later, because many launchers end all ranks with the first that fails.
     """
     errors = at_level(findings, "error")
     if not errors:
         return
-    if world is not None:
-        rank = world.rank
-        if not any(error.check == "links" for error in errors):
-            finalize_mpi(world)
-        time.sleep(_RANK_0_FIRST_S if rank > 0 else 0)
+    rank = 0 if world is None else world.rank
+    if world is not None and not any(error.check == "links" for error in errors):
+        finalize_mpi(world)
+    if rank > 0:
+        time.sleep(_RANK_0_FIRST_S)
+        if not any(error.is_own for error in errors):
+            raise SystemExit(int(ConfigError.exit_code))
     raise ConfigError("cannot start:\n" + "\n".join(f"  {error}" for error in errors))
 
 
