@@ -13,7 +13,7 @@ from typing import Any, Literal
 from fastserve_hpc.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-PolicyName = Literal["fcfs"]
+PolicyName = Literal["fcfs", "skip-join", "skip-join-paper", "mlfq"]
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -50,7 +50,11 @@ class EngineConfig:
     block_size: int = option(16, "Tokens in one KV block.")
     max_model_len: int | None = option(None, "Longest prompt + answer in tokens. Default: the model's own limit.")
     seed: int = option(0, "Seeds the sampling of requests that bring no seed of their own.")
-    policy: PolicyName = option("fcfs", "Who runs first: fcfs (in order of arrival).")
+    policy: PolicyName = option(
+        "fcfs",
+        "Who runs first: fcfs (in order of arrival), skip-join (short answers first, nobody starves); "
+        "mlfq and skip-join-paper are there for comparison.",
+    )
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "max_batch", "max_batch_tokens", "block_size"):

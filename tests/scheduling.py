@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.plan import IterationPlan, IterationResult, TokenDelta
 from fastserve_hpc.core.policy.base import OrderKey, Policy
+from fastserve_hpc.core.policy.clairvoyant import Srpt
 from fastserve_hpc.core.policy.fcfs import Fcfs
+from fastserve_hpc.core.policy.mlfq import Mlfq, PaperSkipJoin
+from fastserve_hpc.core.policy.skip_join import SkipJoin, SkipJoinRules
 from fastserve_hpc.core.request import FinishReason, Request, SamplingParams
 from fastserve_hpc.core.scheduler import Scheduler
 from fastserve_hpc.core.sequence import Sequence
@@ -20,6 +24,10 @@ def request(request_id: int, prompt_len: int = 8, max_tokens: int = 16, **sampli
     params = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0, "stop_token_ids": (EOS,), **sampling}
     prompt = tuple((request_id * 31 + i * 7) % 256 for i in range(prompt_len))
     return Request(request_id, prompt, SamplingParams(**params))  # type: ignore[arg-type]
+
+
+EAGER = SkipJoinRules(quantum=1, min_finished=0, aging=0.1, oldest_share=0.2)
+"""Rules that replace, promote and pin all the time."""
 
 
 class Reordering:
@@ -56,6 +64,10 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "last come": lambda: Reordering(lambda number, _: -number),
     "levels": lambda: Reordering(lambda _, outputs: outputs // 4),
     "shuffled": lambda: Reordering(lambda number, outputs: hash((number, outputs)) % 997),
+    "mlfq": lambda: Mlfq(CostModel()),
+    "skip-join-paper": lambda: PaperSkipJoin(CostModel()),
+    "skip-join": lambda: SkipJoin(4, CostModel(), EAGER),
+    "srpt": lambda: Srpt(8, CostModel()),
 }
 
 
