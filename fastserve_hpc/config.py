@@ -38,7 +38,9 @@ class EngineConfig:
     model: str = option("smollm2-135m", "Hugging Face directory, .gguf file, or an alias (smollm2-135m).")
     tp: int = option(1, "Tensor-parallel ranks: each layer is split over so many ranks of one node.")
     pp: int = option(1, "Pipeline stages: the layers are split over so many groups of ranks.")
-    dtype: DType = option("auto", "Number type of weights and activations; auto: bfloat16 where the processor has it.")
+    dtype: DType = option(
+        "auto", "Number type of weights and activations; auto: bfloat16 on GPUs and with the C++ kernels, else float32."
+    )
     max_batch: int = option(64, "Requests that may run at the same time.")
     max_batch_tokens: int = option(512, "Tokens computed in one iteration; longer prompts are cut into chunks.")
     device_kv: int | None = option(

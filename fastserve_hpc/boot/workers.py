@@ -18,6 +18,7 @@ from fastserve_hpc.worker.fake import FakeWorker
 
 if TYPE_CHECKING:
     import torch
+    from fastserve_kernels.kernels import Kernels
 
     from fastserve_hpc.worker.kv_cache import KVShape, KVSize
 
@@ -60,19 +61,25 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # read when torch loads libgomp
     import torch
 
-    from fastserve_hpc.models.loader import load_model, resolve_dtype
+    from fastserve_hpc.models.loader import load_model
+    from fastserve_hpc.ops import for_device
     from fastserve_hpc.worker.kv_cache import KVCache, KVShape
     from fastserve_hpc.worker.memory_watch import watch_cuda, watch_host
     from fastserve_hpc.worker.worker import Worker
 
     local_rank, ranks_here = world.place_on_node()
     device = _choose_device(local_rank)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-    dtype = resolve_dtype(config.dtype, device)
+    num_threads = world.cores()
+    torch.set_num_threads(num_threads)
+    chosen = for_device(device, config.dtype, _find_kernels(config, weights, num_threads, world))
+    dtype = chosen.dtype
+    world.say(f"computing with {chosen.description}")
     began = time.perf_counter()
-    comm = world.comm(config.max_batch_tokens * weights.spec.hidden_size * dtype.itemsize, device)
-    stage = load_model(weights.files, weights.spec, world.topology, comm, dtype, device)
-    world.say(f"loaded {model.name} as {dtype} on {device.type} in {time.perf_counter() - began:.1f} s")
+    comm = world.comm(config.max_batch_tokens * weights.spec.hidden_size * dtype.itemsize, device, chosen.kernels)
+    stage = load_model(weights.files, weights.spec, world.topology, comm, dtype, device, chosen.ops)
+    if chosen.kernels is not None:
+        torch.set_num_threads(1)  # what is left to torch is small, and its threads would take the kernels' cores
+    world.say(f"loaded {model.name} in {time.perf_counter() - began:.1f} s")
     shape = KVShape.of(weights.spec, world.topology, config.block_size, dtype)
     memory = watch_host() if device.type == "cpu" else watch_cuda(device.index)
     size = _agree_on_size(
@@ -90,6 +97,15 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
         max_model_len=max_model_len,
     )
     return BuiltWorker(worker, size.device_blocks, max_model_len, comm)
+
+
+def _find_kernels(config: EngineConfig, weights: Weights, num_threads: int, world: World) -> Kernels | str:
+    """The C++ kernels or why there are none. Ranks must compute alike: where one has none, no rank has."""
+    from fastserve_hpc.ops import find_kernels
+
+    found = find_kernels(config.block_size, weights.spec.head_dim, num_threads)
+    (all_have,) = world.minimum(int(not isinstance(found, str)))
+    return found if all_have or isinstance(found, str) else "another rank has no C++ kernels"
 
 
 def _choose_device(local_rank: int) -> torch.device:

@@ -18,6 +18,7 @@ from fastserve_hpc.parallel.topology import Topology
 
 if TYPE_CHECKING:
     import torch
+    from fastserve_kernels.kernels import Kernels
 
     from fastserve_hpc.parallel.comm import TensorComm
     from fastserve_hpc.parallel.mpi_api import MPI
@@ -72,8 +73,8 @@ class World:
 
         return MpiWorkerControl(self.mpi, self.check)
 
-    def comm(self, max_link_bytes: int, device: torch.device) -> TensorComm:
-        """The data plane; collective."""
+    def comm(self, max_link_bytes: int, device: torch.device, kernels: Kernels | None = None) -> TensorComm:
+        """The data plane; collective. With `kernels`, which all ranks then have, sums go through shared memory."""
         if self.mpi is None:
             from fastserve_hpc.parallel.single import SingleComm
 
@@ -84,7 +85,11 @@ class World:
             return TorchTensorComm(self.mpi, self.topology, device)
         from fastserve_hpc.parallel.mpi_comm import MpiTensorComm
 
-        return MpiTensorComm(self.mpi, self.topology, max_link_bytes, self.check)
+        if kernels is None:
+            return MpiTensorComm(self.mpi, self.topology, max_link_bytes, self.check)
+        from fastserve_hpc.parallel.shared_group import collectives_with
+
+        return MpiTensorComm(self.mpi, self.topology, max_link_bytes, self.check, collectives_with(kernels))
 
     def place_on_node(self) -> tuple[int, int]:
         """(this rank's number on its node, ranks on its node); collective."""
@@ -96,6 +101,14 @@ class World:
         place = int(node.rank), int(node.size)
         node.Free()
         return place
+
+    def cores(self) -> int:
+        """How many threads this rank should compute with; collective."""
+        if self.mpi is None:
+            return len(os.sched_getaffinity(0))
+        from fastserve_hpc.parallel.hosts import cores_of_this_rank
+
+        return cores_of_this_rank(self.mpi)
 
     def minimum(self, *values: int) -> tuple[int, ...]:
         """The least of each value over all ranks; collective."""

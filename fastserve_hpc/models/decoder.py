@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,10 @@ from fastserve_hpc.models.layers import (
 )
 from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.models.weights import WeightReader
-from fastserve_hpc.ops import AttentionBatch, Norm, Rope
+from fastserve_hpc.ops import AttentionBatch, LayerShape, LayerStack, LayerWeights, Norm, Rope
+
+_TOKENS_AT_ONCE = 64
+"""Layers times tokens between two calls of `comm.progress`: some milliseconds of a small model's time."""
 
 
 class ModelBatch(AttentionBatch, Protocol):
@@ -37,6 +40,10 @@ class ModelBatch(AttentionBatch, Protocol):
 
 class LayeredCache(Protocol):
     """What a model needs of `worker.kv_cache.KVCache`."""
+
+    @property
+    def layers(self) -> Tensor:
+        """[num_blocks, layers, 2, kv_heads, block_size, head_dim] of this stage's layers."""
 
     def layer(self, index: int) -> Tensor:
         """View [num_blocks, 2, kv_heads, block_size, head_dim] of this stage's layer `index`."""
@@ -56,16 +63,16 @@ class Attention:
             Outputs(f"{prefix}.{name}", spec.num_kv_heads * spec.head_dim, _dimensions(kv_heads, spec.head_dim))
             for name in ("k_proj", "v_proj")
         )
-        self._qkv = ColumnParallelLinear(reader, shard, (q, k, v), spec.hidden_size, spec.attention_bias)
+        self.qkv = ColumnParallelLinear(reader, shard, (q, k, v), spec.hidden_size, spec.attention_bias)
         shape = (spec.hidden_size, q.total)
-        self._out = RowParallelLinear(reader, shard, f"{prefix}.o_proj", shape, q.rows, spec.attention_bias)
+        self.out = RowParallelLinear(reader, shard, f"{prefix}.o_proj", shape, q.rows, spec.attention_bias)
 
     def __call__(self, hidden: Tensor, norm: Norm, rope: Rope, kv_layer: Tensor, plan: Any) -> Tensor:
-        qkv = self._qkv(hidden, norm).view(len(hidden), -1, self._head_dim)
+        qkv = self.qkv(hidden, norm).view(len(hidden), -1, self._head_dim)
         q, k, v = torch.split(qkv, [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
         q = self._ops.rope_store(q, k, v, kv_layer, plan, rope)
         attended = self._ops.paged_attention(q, kv_layer, plan, self._scale)
-        return self._out(attended.view(len(hidden), -1), hidden)
+        return self.out(attended.view(len(hidden), -1), hidden)
 
 
 class GatedMLP:
@@ -75,12 +82,12 @@ class GatedMLP:
         size = spec.intermediate_size
         part = shard.part(size)
         gate, up = (Outputs(f"{prefix}.{name}", size, part) for name in ("gate_proj", "up_proj"))
-        self._gate_up = ColumnParallelLinear(reader, shard, (gate, up), spec.hidden_size, spec.mlp_bias, "silu_mul")
+        self.gate_up = ColumnParallelLinear(reader, shard, (gate, up), spec.hidden_size, spec.mlp_bias, "silu_mul")
         shape = (spec.hidden_size, size)
-        self._down = RowParallelLinear(reader, shard, f"{prefix}.down_proj", shape, part, spec.mlp_bias)
+        self.down = RowParallelLinear(reader, shard, f"{prefix}.down_proj", shape, part, spec.mlp_bias)
 
     def __call__(self, hidden: Tensor, norm: Norm) -> Tensor:
-        return self._down(self._gate_up(hidden, norm), hidden)
+        return self.down(self.gate_up(hidden, norm), hidden)
 
 
 class DecoderLayer:
@@ -96,6 +103,18 @@ class DecoderLayer:
     def __call__(self, hidden: Tensor, rope: Rope, kv_layer: Tensor, plan: Any) -> Tensor:
         hidden = self._attention(hidden, self._attention_norm, rope, kv_layer, plan)
         return self._mlp(hidden, self._mlp_norm)
+
+    @property
+    def weights(self) -> LayerWeights:
+        """All that this layer computes with, for operations on whole layers."""
+        return LayerWeights(
+            self._attention_norm,
+            self._attention.qkv.weight,
+            self._attention.out.weight,
+            self._mlp_norm,
+            self._mlp.gate_up.weight,
+            self._mlp.down.weight,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +147,7 @@ class Model:
         self._shard = shard
         self._rope = rope
         self._layers = layers
+        self._stack = stack_layers(spec, shard, rope, layers)
         self._embedding = embedding
         self._head = head
 
@@ -141,10 +161,33 @@ class Model:
             hidden = self._embedding(batch.token_ids)
         assert hidden is not None, "a stage after the first computes on the hidden states of the one before"
         plan = self._shard.ops.plan_attention(batch, kv.layer(0))
-        for index, layer in enumerate(self._layers):
-            hidden = layer(hidden, self._rope, kv.layer(index), plan)
+        for part in self._parts(len(hidden)):
+            hidden = self._compute(hidden, kv, plan, part)
             self._shard.comm.progress()
         return hidden if self._head is None else self._head(hidden.index_select(0, batch.sample_rows))
+
+    def _parts(self, num_tokens: int) -> Iterator[range]:
+        """The layers, cut where a few tokens' time has passed: so often the ranks' messages want to be moved."""
+        size = 1 if self._stack is None else max(1, _TOKENS_AT_ONCE // num_tokens)
+        for start in range(0, len(self._layers), size):
+            yield range(start, min(start + size, len(self._layers)))
+
+    def _compute(self, hidden: Tensor, kv: LayeredCache, plan: Any, part: range) -> Tensor:
+        if self._stack is not None:
+            return self._stack(hidden, kv.layers, plan, part)
+        for index in part:
+            hidden = self._layers[index](hidden, self._rope, kv.layer(index), plan)
+        return hidden
+
+
+def stack_layers(spec: ModelSpec, shard: Shard, rope: Rope, layers: Sequence[DecoderLayer]) -> LayerStack | None:
+    """A stage's layers as one operation, where there is one and, for several ranks, memory that they share."""
+    shared = shard.comm.shared
+    if shard.size > 1 and shared is None:
+        return None
+    heads, kv_heads = shard.heads(spec.num_heads), shard.heads(spec.num_kv_heads)
+    shape = LayerShape(len(heads), len(kv_heads), spec.head_dim, spec.head_dim**-0.5)
+    return shard.ops.stack_layers([layer.weights for layer in layers], shape, rope, shared)
 
 
 def layer_prefix(index: int) -> str:

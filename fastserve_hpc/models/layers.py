@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,10 +72,10 @@ class ColumnParallelLinear:
         self._ops = shard.ops
         weight = reader.read(*(Part.of(f"{o.name}.weight", (o.total, num_inputs), o.rows) for o in outputs))
         biases = reader.read(*(Part.of(f"{o.name}.bias", (o.total,), o.rows) for o in outputs)) if bias else None
-        self._weight = shard.ops.pack_linear(weight, biases, activation)
+        self.weight = shard.ops.pack_linear(weight, biases, activation)
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        return self._ops.linear(x, self._weight, norm=norm)
+        return self._ops.linear(x, self.weight, norm=norm)
 
 
 class RowParallelLinear:
@@ -89,37 +90,44 @@ class RowParallelLinear:
         self._shard = shard
         weight = reader.read(Part.of(f"{name}.weight", shape, columns=inputs))
         added = reader.read(Part.of(f"{name}.bias", shape[:1])) if bias else None
-        self._weight = shard.ops.pack_linear(weight, added if shard.rank == 0 else None)
+        self.weight = shard.ops.pack_linear(weight, added if shard.rank == 0 else None)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         added = residual if self._shard.rank == 0 else None
-        return self._shard.sum(self._shard.ops.linear(x, self._weight, residual=added))
+        return self._shard.sum(self._shard.ops.linear(x, self.weight, residual=added))
 
 
 class VocabEmbedding:
-    """Token ids [T] -> [T, hidden]: each rank looks up the ids of its part of the vocabulary, the sum has all."""
+    """Token ids [T] -> [T, hidden]: each rank looks up the ids of its part of the vocabulary, the sum has all.
 
-    def __init__(self, reader: WeightReader, shard: Shard, name: str, shape: tuple[int, int]):
+    `weight`: this rank's rows of the matrix, as `read_vocabulary` or, where the head has the same, `pack_linear` gives.
+    """
+
+    def __init__(self, shard: Shard, weight: Any, vocab_size: int):
         self._shard = shard
-        self._first = shard.padded_part(shape[0])[0].start
-        self.weight = read_vocabulary(reader, shard, name, shape)
+        part, self._length = shard.padded_part(vocab_size)
+        self._first = part.start
+        self._weight = weight
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self._shard.size == 1:
-            return self._shard.ops.embedding(token_ids, self.weight)
+            return self._shard.ops.embedding(token_ids, self._weight)
         local = token_ids - self._first
-        foreign = (local < 0) | (local >= len(self.weight))
-        found = self._shard.ops.embedding(local.masked_fill(foreign, 0), self.weight)
+        foreign = (local < 0) | (local >= self._length)
+        found = self._shard.ops.embedding(local.masked_fill(foreign, 0), self._weight)
         return self._shard.sum(found.masked_fill(foreign[:, None], 0))
 
 
 class VocabHead:
-    """x [R, hidden] -> logits [R, vocab] in float32, complete on every rank; cut and padded as the embedding."""
+    """x [R, hidden] -> logits [R, vocab] in float32, complete on every rank; cut and padded as the embedding.
 
-    def __init__(self, shard: Shard, weight: Tensor, vocab_size: int):
+    `weight`: this rank's rows of the matrix, packed.
+    """
+
+    def __init__(self, shard: Shard, weight: Any, vocab_size: int):
         self._shard = shard
         self._vocab_size = vocab_size
-        self._weight = shard.ops.pack_linear(weight)
+        self._weight = weight
 
     def __call__(self, x: Tensor, norm: Norm) -> Tensor:
         if not len(x):  # the ranks agree on it, and spare each other the exchange

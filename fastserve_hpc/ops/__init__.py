@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import torch
+from fastserve_hpc.ops.choice import Chosen, find_kernels, for_device
+from fastserve_hpc.ops.interface import (
+    Activation,
+    AttentionBatch,
+    LayerShape,
+    LayerStack,
+    LayerWeights,
+    Norm,
+    Ops,
+    Rope,
+)
 
-from fastserve_hpc.ops import reference
-from fastserve_hpc.ops.interface import Activation, AttentionBatch, Norm, Ops, Rope
-
-__all__ = ["Activation", "AttentionBatch", "Norm", "Ops", "Rope", "for_device"]
-
-
-def for_device(device: torch.device) -> Ops:
-    """The fastest implementation there is for `device`."""
-    del device  # The torch reference runs on all of them.
-    return reference
+__all__ = [
+    "Activation",
+    "AttentionBatch",
+    "Chosen",
+    "LayerShape",
+    "LayerStack",
+    "LayerWeights",
+    "Norm",
+    "Ops",
+    "Rope",
+    "find_kernels",
+    "for_device",
+]

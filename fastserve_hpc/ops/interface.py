@@ -6,6 +6,7 @@ The torch one, `ops.reference`, says exactly what each computes and is the oracl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -30,6 +31,38 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One rank's share of the heads, the same in every layer. `scale` multiplies the attention scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A decoder layer of the plainest kind: norm, attention, norm, gated MLP; linears as `pack_linear` gives them."""
+
+    attention_norm: Norm
+    qkv: Any
+    out: Any
+    mlp_norm: Norm
+    gate_up: Any
+    down: Any
+
+
+class LayerStack(Protocol):
+    """Layers as one operation."""
+
+    def __call__(self, hidden: Tensor, kv_layers: Tensor, plan: Any, layers: range) -> Tensor:
+        """Take hidden [T, hidden_size] through the layers of an ascending range; it may be changed, too.
+
+        `kv_layers` is the whole cache [num_blocks, layers, 2, kv_heads, block_size, head_dim].
+        """
 
 
 class AttentionBatch(Protocol):
@@ -84,8 +117,8 @@ class Ops(Protocol):
         `residual` has the result's shape. Activation and bias are those of `pack_linear`.
         """
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows `ids` [T] of weight [vocab, hidden]: [T, hidden], in the dtype of `weight`."""
+    def embedding(self, ids: Tensor, weight: Any) -> Tensor:
+        """Rows `ids` [T] of a weight [vocab, hidden], a tensor or from `pack_linear`: [T, hidden] in its dtype."""
 
     def plan_attention(self, batch: AttentionBatch, kv_layer: Tensor) -> Any:
         """All of an iteration's attention that is the same for every layer; once per forward."""
@@ -101,4 +134,13 @@ class Ops(Protocol):
         """Causal attention of q [T, heads, head_dim] over each slice's blocks, its own tokens included.
 
         Heads are divided evenly over the KV heads, in order. The result [T, heads, head_dim] is contiguous.
+        """
+
+    def stack_layers(
+        self, layers: Sequence[LayerWeights], shape: LayerShape, rope: Rope, shared: Any | None
+    ) -> LayerStack | None:
+        """The layers as one operation, for fewer calls; None where there is none such.
+
+        `shared` is what joins the ranks that hold the other parts of the layers (`TensorComm.shared`), None where
+        there are no others.
         """

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastserve_hpc.ops.interface import Activation, Norm, Rope
+from fastserve_hpc.ops.interface import Activation, LayerShape, LayerStack, LayerWeights, Norm, Rope
 from fastserve_hpc.ops.reference_attention import AttentionPlan, paged_attention, plan_attention, store_kv
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "rope_store",
     "rotate",
     "silu_mul",
+    "stack_layers",
 ]
 
 
@@ -57,8 +60,17 @@ def linear(
     return out if out_dtype is None else out.to(out_dtype)
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(ids, weight)
+def embedding(ids: Tensor, weight: Tensor | PackedLinear) -> Tensor:
+    return F.embedding(ids, weight.weight if isinstance(weight, PackedLinear) else weight)
+
+
+def stack_layers(
+    layers: Sequence[LayerWeights],  # noqa: ARG001
+    shape: LayerShape,  # noqa: ARG001
+    rope: Rope,  # noqa: ARG001
+    shared: Any | None,  # noqa: ARG001
+) -> LayerStack | None:
+    return None
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,13 @@ class TensorComm(Protocol):
 
     Every wait calls the progress hook and ends with `RankError` once a rank is lost.
     """
+
+    @property
+    def shared(self) -> Any | None:
+        """Memory that the stage's ranks share, for operations that sum inside; None where there is none such.
+
+        What uses it counts as one of the calls here: every rank makes the same ones in the same order.
+        """
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over the stage's ranks, in place; returns `x`. The bits are the same on all of them.

@@ -21,7 +21,26 @@ def share_one_host(world: MPI.Intracomm) -> bool:
 
 def is_crowded(world: MPI.Intracomm) -> bool:
     """Whether this host has more ranks than cores that they may run on; collective."""
-    own_key, own_mask = host_key(), sum(1 << core for core in os.sched_getaffinity(0))
-    places = [place.decode().split() for place in exchange(world, f"{own_key} {own_mask:x}".encode())]
-    masks = [int(mask, 16) for key, mask in places if key == own_key]
+    masks = _masks_here(world)
     return len(masks) > functools.reduce(operator.or_, masks).bit_count()
+
+
+def cores_of_this_rank(world: MPI.Intracomm) -> int:
+    """This rank's share of the cores it may run on, at least 1; ranks bound to cores of their own share none.
+
+    Collective.
+    """
+    own = _own_mask()
+    sharing = sum(1 for mask in _masks_here(world) if mask & own)
+    return max(1, own.bit_count() // sharing)
+
+
+def _own_mask() -> int:
+    return sum(1 << core for core in os.sched_getaffinity(0))
+
+
+def _masks_here(world: MPI.Intracomm) -> list[int]:
+    """The cores of each rank on this host, as bits; collective."""
+    own_key = host_key()
+    places = [place.decode().split() for place in exchange(world, f"{own_key} {_own_mask():x}".encode())]
+    return [int(mask, 16) for key, mask in places if key == own_key]

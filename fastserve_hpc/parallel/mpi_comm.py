@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,19 @@ from fastserve_hpc.parallel.topology import Topology
 class Collectives(Protocol):
     """What the ranks of a stage do together."""
 
+    @property
+    def shared(self) -> Any | None:
+        """See `TensorComm.shared`."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TensorComm.all_reduce`."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `TensorComm.all_gather`."""
+
+
+MakeCollectives = Callable[[MPI.Intracomm, Waiter], Collectives]
+"""Collective over the communicator of a stage."""
 
 
 class MpiTensorComm:
@@ -41,7 +49,7 @@ class MpiTensorComm:
         topology: Topology,
         max_link_bytes: int,
         check: Hook = do_nothing,
-        make_collectives: Callable[[MPI.Intracomm, Waiter], Collectives] = MpiGroup,
+        make_collectives: MakeCollectives = MpiGroup,
     ) -> None:
         self._waiter = Waiter(check, SPIN_CROWDED_S if is_crowded(world) else SPIN_S)
         links = world.Dup()
@@ -50,6 +58,10 @@ class MpiTensorComm:
         previous_rank, next_rank = topology.previous_rank, topology.next_rank
         self._recv = None if previous_rank is None else RecvLink(links, previous_rank, max_link_bytes, self._waiter)
         self._send = None if next_rank is None else SendLink(links, next_rank, max_link_bytes, self._waiter)
+
+    @property
+    def shared(self) -> Any | None:
+        return self._collectives.shared
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._collectives.all_reduce(x)

@@ -31,6 +31,10 @@ class MpiGroup:
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._arena = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def shared(self) -> None:
+        return None
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum in place; see `TensorComm.all_reduce`."""
         if not self._others or x.numel() == 0:

@@ -51,6 +51,10 @@ class TorchTensorComm:
         )
         self._stage_group = self._make_stage_groups()
 
+    @property
+    def shared(self) -> None:
+        return None
+
     def _make_stage_groups(self) -> dist.ProcessGroup | None:
         """This rank's group. Every rank takes part in the making of every group."""
         tp_size = self._topology.tp_size

@@ -110,6 +110,11 @@ class KVCache:
         self._last_started = 0
         self._done = 0
 
+    @property
+    def layers(self) -> torch.Tensor:
+        """The device blocks of all this stage's layers."""
+        return self.device_tier
+
     def layer(self, index: int) -> torch.Tensor:
         """The device blocks of this stage's layer `index`: a view [num_blocks, 2, kv_heads, block_size, head_dim]."""
         return self.device_tier[:, index]

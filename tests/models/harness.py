@@ -72,6 +72,10 @@ class ThreadComm:
         self._topology = topology
         self._shared = shared
 
+    @property
+    def shared(self) -> None:
+        return None
+
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """What every rank of the stage passed, in order."""
         slots, barrier = self._shared.stages[self._topology.stage]
@@ -135,6 +139,10 @@ class TinyCache:
         kv_heads = max(1, spec.num_kv_heads // topology.tp_size)
         layers = len(topology.layer_range(spec.num_layers))
         self.tensor = torch.full((num_blocks, layers, 2, kv_heads, block_size, spec.head_dim), 7.5, dtype=dtype)
+
+    @property
+    def layers(self) -> Tensor:
+        return self.tensor
 
     def layer(self, index: int) -> Tensor:
         return self.tensor[:, index]

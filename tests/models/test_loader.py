@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fastserve_hpc.errors import ConfigError, ModelError
 from fastserve_hpc.models import loader
-from fastserve_hpc.models.loader import load_model, resolve_dtype
+from fastserve_hpc.models.loader import load_model
 from fastserve_hpc.models.locate import ModelFiles
 from fastserve_hpc.models.source_safetensors import INDEX, SINGLE, SafetensorsSource
 from fastserve_hpc.models.spec import load_spec
@@ -180,10 +180,3 @@ def test_ranks_read_their_slices_only(tmp_path: Path, monkeypatch: pytest.Monkey
         assert sum(numbers[n] for n in matrices) <= 0.25 * sum(matrices.values())
         for name in numbers.keys() & matrices.keys():
             assert numbers[name] * 3 == matrices[name]
-
-
-def test_auto_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_dtype("float16") == torch.float16
-    for flags, dtype in (("avx2 avx512_bf16", torch.bfloat16), ("avx2 avx512f", torch.float32)):
-        monkeypatch.setattr(Path, "read_text", lambda *_, flags=flags, **__: f"flags : {flags}\n")
-        assert resolve_dtype("auto") == dtype

@@ -51,7 +51,7 @@ def test_rms_norm(device: torch.device, dtype: torch.dtype, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_linear_with_all_that_may_be_fused(device: torch.device, dtype: torch.dtype, size: int) -> None:
-    chosen = ops.for_device(device)
+    chosen = ops.for_device(device).ops
     x, residual = (torch.randn(5, n, dtype=dtype, device=device) for n in (size, 11))
     weight = torch.randn(22, size, dtype=dtype, device=device) / size**0.5
     bias = torch.randn(22, dtype=dtype, device=device)
@@ -71,7 +71,9 @@ def test_linear_with_all_that_may_be_fused(device: torch.device, dtype: torch.dt
 def test_embedding(device: torch.device, dtype: torch.dtype) -> None:
     weight = torch.randn(19, 5, dtype=dtype, device=device)
     ids = torch.tensor([18, 0, 3, 3], device=device)
-    assert torch.equal(ops.for_device(device).embedding(ids, weight), torch.stack([weight[i] for i in ids.tolist()]))
+    assert torch.equal(
+        ops.for_device(device).ops.embedding(ids, weight), torch.stack([weight[i] for i in ids.tolist()])
+    )
 
 
 @pytest.mark.parametrize("head_dim", [2, 10, 64])

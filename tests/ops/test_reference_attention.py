@@ -52,7 +52,7 @@ class Case:
     def check(self) -> None:
         """Store K and V, attend, and compare with the definition."""
         heads, kv_heads, head_dim, block_size = self.shape
-        chosen = ops.for_device(self.device)
+        chosen = ops.for_device(self.device).ops
         torch.manual_seed(0)
         batch, histories = self._batch(), [self._random(past + now, 2, kv_heads, head_dim) for past, now in self.slices]
         num_blocks = int(batch.block_tables.max()) + 1

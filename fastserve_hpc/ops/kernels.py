@@ -1,0 +1,157 @@
+"""The operations over the C++ kernels, for bf16 on the CPU. See `interface.Ops` for shapes.
+
+They sum in float32 and in one fixed order: a row's bits depend neither on its neighbours nor on how a prompt was cut.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastserve_hpc.ops.interface import Activation, AttentionBatch, LayerShape, LayerStack, LayerWeights, Norm, Rope
+
+if TYPE_CHECKING:
+    from fastserve_kernels.decoder import DecoderStack
+    from fastserve_kernels.kernels import Kernels
+    from fastserve_kernels.packing import PackedLinear
+    from fastserve_kernels.shared import SharedGroup
+
+_PANEL = 32
+"""Rows that lie interleaved in a packed weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A packed weight, and what follows it."""
+
+    packed: PackedLinear
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The tensors of a batch that attention reads."""
+
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64
+    block_tables: Tensor  # [S, max_blocks] int32
+    query_start: Tensor  # [S + 1] int32
+    seq_lens: Tensor  # [S] int32
+
+
+class KernelOps:
+    """`Ops` of one instruction set and its pool of threads."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        from fastserve_kernels.abi import Activation as Code
+
+        self.kernels = kernels
+        self._codes = {"none": Code.NONE, "silu_mul": Code.SILU_MUL}
+        self._packing = threading.Lock()
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> Linear:
+        with self._packing:  # layers are loaded by several threads, and share the memory for packed weights
+            if activation == "none":
+                return Linear(self.kernels.pack_linear(weight, bias), activation)
+            gate, up = weight.chunk(2)
+            gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+            return Linear(self.kernels.pack_linear(gate, gate_bias, up=up, up_bias=up_bias), activation)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Linear,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return self.kernels.linear(
+            x,
+            weight.packed,
+            norm_weight=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            activation=self._codes[weight.activation],
+            residual=residual,
+            out_dtype=out_dtype or x.dtype,
+        )
+
+    def embedding(self, ids: Tensor, weight: Tensor | Linear) -> Tensor:
+        if isinstance(weight, Linear):
+            return _packed_rows(ids, weight.packed)
+        return self.kernels.embedding(ids, weight)
+
+    def plan_attention(self, batch: AttentionBatch, kv_layer: Tensor) -> AttentionPlan:
+        del kv_layer  # Blocks are found as the attention goes.
+        return AttentionPlan(batch.positions, batch.slot_ids, batch.block_tables, batch.query_start, batch.seq_lens)
+
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, kv_layer: Tensor, plan: AttentionPlan, rope: Rope) -> Tensor:
+        flat_q, flat_k, flat_v = (part.view(len(part), -1) for part in (q, k, v))
+        self.kernels.rope_store(
+            flat_q, flat_k, flat_v, kv_layer, plan.positions, plan.slots, cos=rope.cos, sin=rope.sin
+        )
+        return q
+
+    def paged_attention(self, q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+        self.kernels.paged_attention(
+            q.view(out.shape), kv_layer, plan.block_tables, plan.query_start, plan.seq_lens, scale=scale, out=out
+        )
+        return out.view(q.shape)
+
+    def stack_layers(
+        self, layers: Sequence[LayerWeights], shape: LayerShape, rope: Rope, shared: SharedGroup | None
+    ) -> LayerStack | None:
+        from fastserve_kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
+
+        eps = layers[0].mlp_norm.eps
+        common = DecoderShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, eps, shape.scale)
+        stacked = [
+            DecoderLayer(
+                input_norm=layer.attention_norm.weight,
+                qkv=layer.qkv.packed,
+                out=layer.out.packed,
+                mlp_norm=layer.mlp_norm.weight,
+                gate_up=layer.gate_up.packed,
+                down=layer.down.packed,
+                cos=rope.cos,
+                sin=rope.sin,
+            )
+            for layer in layers
+        ]
+        return _KernelStack(self.kernels, DecoderStack(stacked, common, shared))
+
+
+class _KernelStack:
+    """`LayerStack` in one call of the kernels."""
+
+    def __init__(self, kernels: Kernels, stack: DecoderStack) -> None:
+        self._kernels = kernels
+        self._stack = stack
+
+    def __call__(self, hidden: Tensor, kv_layers: Tensor, plan: AttentionPlan, layers: range) -> Tensor:
+        return self._kernels.decoder_layers(
+            self._stack,
+            hidden,
+            kv_layers,
+            plan.positions,
+            plan.slots,
+            plan.block_tables,
+            plan.query_start,
+            plan.seq_lens,
+            first=layers.start,
+            last=layers.stop,
+        )
+
+
+def _packed_rows(ids: Tensor, weight: PackedLinear) -> Tensor:
+    """Rows of a weight packed as [panels, pairs along K, 32 rows, 2], so that tied ends need it only once."""
+    num_pairs = weight.data.numel() // 2 // (_PANEL * -(-weight.num_outputs // _PANEL))
+    pairs = weight.data.view(torch.int32).view(-1, num_pairs, _PANEL)
+    rows = pairs[ids // _PANEL, :, ids % _PANEL]
+    return rows.view(torch.bfloat16)[:, : weight.num_inputs]
