@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from fastserve_kernels.packing import PackedLinear
     from fastserve_kernels.shared import SharedGroup
 
-_PANEL = 32
-"""Rows that lie interleaved in a packed weight."""
-
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -82,9 +79,7 @@ class KernelOps:
         )
 
     def embedding(self, ids: Tensor, weight: Tensor | Linear) -> Tensor:
-        if isinstance(weight, Linear):
-            return _packed_rows(ids, weight.packed)
-        return self.kernels.embedding(ids, weight)
+        return self.kernels.embedding(ids, weight.packed if isinstance(weight, Linear) else weight)
 
     def plan_attention(self, batch: AttentionBatch, kv_layer: Tensor) -> AttentionPlan:
         del kv_layer  # Blocks are found as the attention goes.
@@ -147,11 +142,3 @@ class _KernelStack:
             first=layers.start,
             last=layers.stop,
         )
-
-
-def _packed_rows(ids: Tensor, weight: PackedLinear) -> Tensor:
-    """Rows of a weight packed as [panels, pairs along K, 32 rows, 2], so that tied ends need it only once."""
-    num_pairs = weight.data.numel() // 2 // (_PANEL * -(-weight.num_outputs // _PANEL))
-    pairs = weight.data.view(torch.int32).view(-1, num_pairs, _PANEL)
-    rows = pairs[ids // _PANEL, :, ids % _PANEL]
-    return rows.view(torch.bfloat16)[:, : weight.num_inputs]

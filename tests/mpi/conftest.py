@@ -50,4 +50,4 @@ def mpi_environment_fixture():
 
 
 def mpi_environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}

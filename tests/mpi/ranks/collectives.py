@@ -4,10 +4,12 @@ import random
 import sys
 
 import torch
+from fastserve_kernels import open_kernels
 
 from fastserve_hpc.parallel.comm import TensorComm
 from fastserve_hpc.parallel.mpi_comm import MpiTensorComm
 from fastserve_hpc.parallel.mpi_init import exchange, finalize_mpi, init_mpi
+from fastserve_hpc.parallel.shared_group import collectives_with
 from fastserve_hpc.parallel.topology import Topology
 from fastserve_hpc.parallel.torch_comm import TorchTensorComm
 
@@ -32,7 +34,7 @@ def check_all_reduce(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> t
     x = parts[topology.tp_rank].clone()
     result = comm.all_reduce(x)
     assert result is x
-    if KIND == "mpi":
+    if KIND != "torch":
         assert torch.equal(x, summed_in_rank_order(parts)), (seed, shape, dtype)
         one_row = parts[topology.tp_rank][:1].clone()
         assert torch.equal(comm.all_reduce(one_row)[0], x[0]), "a row's bits depend on its neighbours"
@@ -81,6 +83,9 @@ for KIND, tp_size in (case.split(":") for case in sys.argv[1:]):
     comm: TensorComm
     if KIND == "mpi":
         comm = MpiTensorComm(world, topology, max_link_bytes=64)
+    elif KIND == "shared":
+        comm = MpiTensorComm(world, topology, max_link_bytes=64, make_collectives=collectives_with(open_kernels()))
+        assert (comm.shared is None) == (topology.tp_size == 1)
     else:
         comm = TorchTensorComm(world, topology, torch.device("cpu"))
     check_kind()
