@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastserve_hpc.models.locate import locate
 from fastserve_hpc.models.text_decoder import ByteDecoder, ByteFallbackDecoder
-from fastserve_hpc.models.tokenizer import ByteTokenizer
+from fastserve_hpc.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from fastserve_hpc.server.detokenizer import Detokenizer, StopString
 
 
@@ -65,6 +66,26 @@ def test_stop_string_is_found_where_str_find_finds_it(needle: str, text: str) ->
     end = next((i + 1 for i, letter in enumerate(text) if finder.advance(letter)), None)
     found = text.find(needle)
     assert end == (None if found < 0 else found + len(needle))
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Tokenizer:
+    pytest.importorskip("tokenizers")
+    return load_tokenizer(locate("smollm2-135m").path)
+
+
+def test_the_same_for_a_real_vocabulary_and_stop_strings_from_the_text(smollm: Tokenizer) -> None:
+    rng = random.Random(3)
+    num_stopped = 0
+    for _ in range(500):
+        token_ids = [rng.randrange(49152) for _ in range(rng.randrange(1, 30))]
+        text = smollm.decode(token_ids)
+        start = rng.randrange(len(text) + 1)
+        stop = [s for s in (text[start : start + rng.randrange(1, 9)], "not in it") if s]
+        detokenizer = Detokenizer(smollm.text_decoder(), stop)
+        assert "".join(texts_of(detokenizer, token_ids)) == cut(text, stop)
+        num_stopped += detokenizer.stopped
+    assert num_stopped > 400
 
 
 def test_a_character_comes_out_whole_with_its_last_byte() -> None:
