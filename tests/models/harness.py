@@ -18,6 +18,7 @@ from fastserve_hpc.models.decoder import Model
 from fastserve_hpc.models.loader import load_model
 from fastserve_hpc.models.locate import ModelFiles
 from fastserve_hpc.models.spec import ModelSpec, load_spec
+from fastserve_hpc.ops import Ops, reference
 from fastserve_hpc.parallel.topology import Topology
 
 TIMEOUT_S = 60
@@ -160,8 +161,10 @@ class World:
         num_sequences: int = 8,
         max_len: int = 320,
         block_size: int = 16,
+        ops: Ops = reference,
     ):
         self.spec = load_spec(path)
+        self.ops = ops
         self.block_size = block_size
         self.topologies = [Topology(rank, tp_size, num_stages) for rank in range(tp_size * num_stages)]
         self.shared = _Shared(tp_size, num_stages)
@@ -216,7 +219,7 @@ class World:
         return answers
 
     def _load(self, files: ModelFiles, dtype: torch.dtype, rank: int) -> Model:
-        return load_model(files, self.spec, self.topologies[rank], self.comms[rank], dtype)
+        return load_model(files, self.spec, self.topologies[rank], self.comms[rank], dtype, ops=self.ops)
 
     def _stage(self, batch: TinyBatch, rank: int) -> Tensor:
         topology, comm, model = self.topologies[rank], self.comms[rank], self.models[rank]
