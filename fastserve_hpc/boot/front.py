@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import threading
 from types import TracebackType
@@ -62,6 +63,7 @@ class Front:
         coordinator = self._coordinator(world, control, built)
         built.comm.set_progress_hook(coordinator.progress)
         stops.direct_to(coordinator)
+        gc.freeze()  # what is here now stays: collections need not look at it
         coordinator.run(on_ready=lambda: self._announce(endpoint, coordinator))
         built.comm.close()
         control.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fastserve_hpc.boot.models import ServedModel, Weights
-from fastserve_hpc.boot.world import World
+from fastserve_hpc.boot.world import NodePlace, World
 from fastserve_hpc.config import EngineConfig
 from fastserve_hpc.core.plan import IterationPlan, RankReport
 from fastserve_hpc.errors import ConfigError
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     import torch
     from fastserve_kernels.kernels import Kernels
 
+    from fastserve_hpc.ops import Chosen
     from fastserve_hpc.worker.kv_cache import KVShape, KVSize
+    from fastserve_hpc.worker.memory_watch import MemoryWatch
 
 FAKE_BLOCKS = 65536
 _SPIN_COUNT = "10000"
@@ -62,29 +64,20 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
     import torch
 
     from fastserve_hpc.models.loader import load_model
-    from fastserve_hpc.ops import for_device
     from fastserve_hpc.worker.kv_cache import KVCache, KVShape
-    from fastserve_hpc.worker.memory_watch import watch_cuda, watch_host
     from fastserve_hpc.worker.worker import Worker
 
-    local_rank, ranks_here = world.place_on_node()
-    device = _choose_device(local_rank)
-    num_threads = world.cores()
-    torch.set_num_threads(num_threads)
-    chosen = for_device(device, config.dtype, _find_kernels(config, weights, num_threads, world))
-    dtype = chosen.dtype
-    world.say(f"computing with {chosen.description}")
     began = time.perf_counter()
-    comm = world.comm(config.max_batch_tokens * weights.spec.hidden_size * dtype.itemsize, device, chosen.kernels)
-    stage = load_model(weights.files, weights.spec, world.topology, comm, dtype, device, chosen.ops)
+    place = world.place_on_node()
+    device, chosen = _choose_compute(config, weights, place, world)
+    link_bytes = config.max_batch_tokens * weights.spec.hidden_size * chosen.dtype.itemsize
+    comm = world.comm(link_bytes, device, chosen.kernels)
+    stage = load_model(weights.files, weights.spec, world.topology, comm, chosen.dtype, device, chosen.ops)
     if chosen.kernels is not None:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads would take the kernels' cores
     world.say(f"loaded {model.name} in {time.perf_counter() - began:.1f} s")
-    shape = KVShape.of(weights.spec, world.topology, config.block_size, dtype)
-    memory = watch_host() if device.type == "cpu" else watch_cuda(device.index)
-    size = _agree_on_size(
-        config, shape, memory.free_bytes() // (ranks_here if device.type == "cpu" else 1), model, world
-    )
+    shape = KVShape.of(weights.spec, world.topology, config.block_size, chosen.dtype)
+    memory, size = _divide_memory(config, shape, place, device, model, world)
     max_model_len = limit_length(config, size.device_blocks, model, world)
     worker = Worker(
         stage,
@@ -97,6 +90,22 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
         max_model_len=max_model_len,
     )
     return BuiltWorker(worker, size.device_blocks, max_model_len, comm)
+
+
+def _choose_compute(
+    config: EngineConfig, weights: Weights, place: NodePlace, world: World
+) -> tuple[torch.device, Chosen]:
+    """What this rank computes on and with."""
+    import torch
+
+    from fastserve_hpc.ops import for_device
+
+    device = _choose_device(place.local_rank)
+    num_threads = world.cores()
+    torch.set_num_threads(num_threads)
+    chosen = for_device(device, config.dtype, _find_kernels(config, weights, num_threads, world))
+    world.say(f"computing with {chosen.description}")
+    return device, chosen
 
 
 def _find_kernels(config: EngineConfig, weights: Weights, num_threads: int, world: World) -> Kernels | str:
@@ -119,13 +128,28 @@ def _choose_device(local_rank: int) -> torch.device:
     return device
 
 
-def _agree_on_size(config: EngineConfig, shape: KVShape, free_bytes: int, model: ServedModel, world: World) -> KVSize:
-    """The KV blocks that every rank can have: the coordinator knows one number for all."""
+def _divide_memory(
+    config: EngineConfig, shape: KVShape, place: NodePlace, device: torch.device, model: ServedModel, world: World
+) -> tuple[MemoryWatch, KVSize]:
+    """The memory that this rank's KV lives in, and the blocks that every rank can have: the coordinator knows one
+    number for all."""
     from fastserve_hpc.worker.kv_cache import KVSize, choose_size
+    from fastserve_hpc.worker.memory_watch import watch_cuda, watch_host
 
-    own = choose_size(shape, config.device_kv, config.host_kv, free_bytes, config.max_batch, model.limits.max_model_len)
-    device_blocks, host_blocks = world.minimum(own.device_blocks, own.host_blocks)
-    return KVSize(device_blocks, host_blocks)
+    host = watch_host()
+    host_share = host.free_bytes() // place.num_ranks
+    on_gpu = device.type == "cuda"
+    memory = watch_cuda(device.index) if on_gpu else host
+    own = choose_size(
+        shape,
+        config.device_kv,
+        config.host_kv,
+        memory.free_bytes() if on_gpu else host_share,
+        config.max_batch,
+        model.limits.max_model_len,
+        host_free_bytes=host_share if on_gpu else None,
+    )
+    return memory, KVSize(*world.minimum(own.device_blocks, own.host_blocks))
 
 
 def limit_length(config: EngineConfig, num_blocks: int, model: ServedModel, world: World) -> int:

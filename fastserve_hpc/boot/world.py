@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from fastserve_hpc import doctor
 from fastserve_hpc.config import EngineConfig, ServerConfig
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 _LOADING_SILENCE_S = 120.0
 _SILENT_NODES_S = 10.0
+
+
+class NodePlace(NamedTuple):
+    """This rank's number on its node, and how many ranks are there."""
+
+    local_rank: int
+    num_ranks: int
 
 
 class World:
@@ -91,14 +98,14 @@ class World:
 
         return MpiTensorComm(self.mpi, self.topology, max_link_bytes, self.check, collectives_with(kernels))
 
-    def place_on_node(self) -> tuple[int, int]:
-        """(this rank's number on its node, ranks on its node); collective."""
+    def place_on_node(self) -> NodePlace:
+        """Collective."""
         if self.mpi is None:
-            return 0, 1
+            return NodePlace(0, 1)
         from fastserve_hpc.parallel.mpi_api import MPI
 
         node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED)
-        place = int(node.rank), int(node.size)
+        place = NodePlace(int(node.rank), int(node.size))
         node.Free()
         return place
 
