@@ -1,6 +1,6 @@
 """What scheduling costs: microseconds of processor time for one `schedule` + `update`, by the queue's length.
 
-python benchmarks/scheduler.py [--batch 256] [--queued 100 20000] [--json]
+python benchmarks/scheduler.py [--policy fcfs skip-join] [--batch 256] [--queued 100 20000] [--json]
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import json
 import statistics
 import time
 
+from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.plan import IterationResult
-from fastserve_hpc.core.policy.fcfs import Fcfs
+from fastserve_hpc.core.policy import POLICIES, make_policy
 from fastserve_hpc.core.request import Request, SamplingParams
 from fastserve_hpc.core.scheduler import Scheduler
 
@@ -21,18 +22,20 @@ MAX_TOKENS = 4096
 BLOCK_SIZE = 16
 
 
-def scheduler_with(batch: int, queued: int, num_stages: int, blocks_are_short: bool) -> Scheduler:
+def scheduler_with(policy: str, batch: int, queued: int, num_stages: int, blocks_are_short: bool) -> Scheduler:
     """A scheduler whose batch is full and decodes, with so many requests that wait for a place or for blocks."""
     blocks = batch * (PROMPT_TOKENS + MAX_TOKENS) // BLOCK_SIZE
     max_batch = 2 * batch if blocks_are_short else batch
     if blocks_are_short:
         blocks = batch * (PROMPT_TOKENS // BLOCK_SIZE + 1) + MAX_TOKENS // BLOCK_SIZE
+    cost = CostModel()
     scheduler = Scheduler(
-        Fcfs(),
+        make_policy(policy, max_batch=max_batch, cost=cost),
         KvManager(blocks, BLOCK_SIZE),
         max_batch=max_batch,
         max_batch_tokens=batch * PROMPT_TOKENS,
         num_stages=num_stages,
+        cost=cost,
     )
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, seed=0, stop_token_ids=(2,))
     for i in range(batch + queued):
@@ -48,18 +51,20 @@ def iterations(scheduler: Scheduler, count: int) -> list[float]:
         plan = scheduler.schedule(float(i))
         assert plan is not None
         scheduled = time.thread_time()
-        result = IterationResult(plan.plan_id, (7,) * sum(piece.samples for piece in plan.slices))
+        token_ids = (7,) * sum(piece.samples for piece in plan.slices)
+        result = IterationResult(plan.plan_id, token_ids, compute_s=0.02)
         received = time.thread_time()
         scheduler.update(result, float(i))
         times.append(scheduled - begin + time.thread_time() - received)
     return times
 
 
-def measure(batch: int, queued: int, blocks_are_short: bool = False) -> dict[str, float]:
-    scheduler = scheduler_with(batch, queued, 1, blocks_are_short)
+def measure(policy: str, batch: int, queued: int, blocks_are_short: bool = False) -> dict[str, float | str]:
+    scheduler = scheduler_with(policy, batch, queued, 1, blocks_are_short)
     iterations(scheduler, 5)
     times = iterations(scheduler, 300)
     return {
+        "policy": policy,
         "batch": batch,
         "queued": queued,
         "running": scheduler.num_running,
@@ -70,12 +75,14 @@ def measure(batch: int, queued: int, blocks_are_short: bool = False) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policy", nargs="+", choices=list(POLICIES), default=["fcfs", "skip-join"])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--queued", type=int, nargs="+", default=[100, 20000])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     points = [
-        {"blocks": blocks, **measure(args.batch, queued, blocks == "short")}
+        {"blocks": blocks, **measure(policy, args.batch, queued, blocks == "short")}
+        for policy in args.policy
         for blocks in ("ample", "short")
         for queued in args.queued
     ]
@@ -84,7 +91,7 @@ def main() -> None:
         return
     for point in points:
         print(
-            f"batch {point['batch']}, {point['queued']:>6} queued, blocks {point['blocks']}: "
+            f"{point['policy']}, batch {point['batch']}, {point['queued']:>6} queued, blocks {point['blocks']}: "
             f"median {point['median_us']:.0f} us, mean {point['mean_us']:.0f} us, {point['running']} running"
         )
 

@@ -23,7 +23,16 @@ def request(request_id: int, prompt_len: int = 8, max_tokens: int = 16, **sampli
     """A request whose prompt differs from that of every other id."""
     params = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0, "stop_token_ids": (EOS,), **sampling}
     prompt = tuple((request_id * 31 + i * 7) % 256 for i in range(prompt_len))
-    return Request(request_id, prompt, SamplingParams(**params))  # type: ignore[arg-type]
+    return Request(request_id, prompt, SamplingParams(**params), **_manners(request_id))  # type: ignore[arg-type]
+
+
+def _manners(request_id: int) -> dict[str, object]:
+    """Service classes, sessions and hints, for policies that look at them."""
+    return {
+        "service_class": "batch" if request_id % 5 == 4 else "interactive",
+        "session": "one" if request_id % 7 == 3 else None,
+        "expected_tokens": 10 if request_id % 3 == 2 else None,
+    }
 
 
 EAGER = SkipJoinRules(quantum=1, min_finished=0, aging=0.1, oldest_share=0.2)
@@ -173,6 +182,8 @@ class Ranks:
     def check(self) -> None:
         scheduler = self.scheduler
         scheduler.check(self.now)
+        if isinstance(scheduler.policy, SkipJoin):
+            scheduler.policy.check()
         assert scheduler.num_in_flight == self.num_in_flight
         assert scheduler.num_running + scheduler.num_waiting == len(scheduler.request_ids())
         assert set(scheduler.request_ids()) == self.requests.keys() - self.reasons.keys() - self.aborted

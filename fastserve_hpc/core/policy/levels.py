@@ -44,6 +44,10 @@ class Levels:
         for level in self._levels:
             yield from self._queues[level].values()
 
+    def __reversed__(self) -> Iterator[Sequence]:
+        for level in reversed(self._levels):
+            yield from reversed(self._queues[level].values())
+
     def counts(self) -> dict[float, int]:
         """How many there are in each level that has any."""
         return {level: len(self._queues[level]) for level in self._levels}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.hints import HintTrust
@@ -19,6 +20,7 @@ from fastserve_hpc.core.sequence import Sequence
 
 _BATCH_CLASS = 1000.0
 """Added to the levels of the service class `batch`: behind everyone else."""
+_MAX_VICTIMS = 8
 _PINNED = -1.0
 """The level of those whom nobody may replace."""
 
@@ -39,6 +41,9 @@ class SkipJoinRules:
     """Levels by which a candidate must be better than the one that it replaces."""
     spared_levels: float = 1.0
     """Nobody is replaced before it is so many levels past that of a usual answer."""
+    spares_finishing: bool = True
+    """Nobody is replaced who, as recent answers go, is as near to its end as the candidate."""
+    min_saving: float = 1.0
     min_finished: int = 32
     """Answers that must be known before anyone is replaced."""
     aging: float = 0.6
@@ -159,7 +164,16 @@ class SkipJoin:
         self._pin_oldest()
         while (entry := self._waiting.first()) is not None and self._running < self._max_batch:
             self._start(entry)
+        while (entry := self._waiting.first()) is not None and entry.is_pinned:
+            self._make_way(entry)
         self._replace()
+
+    def _make_way(self, pinned: Entry) -> None:
+        """A pinned request takes the place of the worst. There are far fewer pinned ones than places."""
+        victim = self._worst_running()
+        if victim is not None:
+            self._stop(victim)
+        self._start(pinned)
 
     def _replace(self) -> None:
         """Waiting requests take the places of running ones that are much worse."""
@@ -168,13 +182,32 @@ class SkipJoin:
             return
         spared = self._level_of(lengths.harmonic) + rules.spared_levels
         while (candidate := self._waiting.best()) is not None:
-            victim = self._worst_running()
-            if victim is None or candidate.level + rules.min_gap > victim.level or victim.level < spared:
-                return
-            if lengths.num_finished < rules.min_finished and victim.level < _BATCH_CLASS:
+            victim = self._victim_of(candidate, max(spared, candidate.level + rules.min_gap))
+            if victim is None:
                 return
             self._stop(victim)
             self._start(candidate)
+
+    def _victim_of(self, candidate: Entry, level: float) -> Entry | None:
+        """The worst running request of at least this level that is worth replacing, of the first few."""
+        for sequence in islice(chain(reversed(self._prefilling), reversed(self._decoding)), _MAX_VICTIMS):
+            victim = self._entries[sequence.request_id]
+            if victim.place < level:
+                continue
+            if victim.level >= _BATCH_CLASS or self._is_worth_it(candidate, victim):
+                return victim
+        return None
+
+    def _is_worth_it(self, candidate: Entry, victim: Entry) -> bool:
+        """Whether, as far as recent answers tell, the candidate has much less before it."""
+        rules, lengths = self.rules, self._lengths
+        if lengths.num_finished < rules.min_finished:
+            return False
+        if not rules.spares_finishing or victim.prompt_left:
+            return True
+        prompt = candidate.prompt_left * self._prompt_ratio()
+        size = lengths.size(len(candidate.sequence.outputs), prompt)
+        return size * rules.min_saving <= lengths.size(len(victim.sequence.outputs))
 
     def _worst_running(self) -> Entry | None:
         lasts = [last for levels in (self._decoding, self._prefilling) if (last := levels.last()) is not None]
@@ -291,7 +324,7 @@ class SkipJoin:
         """Give the oldest the next place, for good, as long as their share is not used up."""
         self._credit += self.rules.oldest_share * self._work
         self._work = 0.0
-        most = max(1, int(self.rules.oldest_share * self._max_batch))
+        most = math.ceil(self.rules.oldest_share * self._max_batch)
         while self._credit > 0 and len(self._pinned) < most:
             entry = self._waiting.oldest()
             if entry is None or entry.is_pinned:
@@ -301,6 +334,18 @@ class SkipJoin:
             entry.is_pinned, entry.limit = True, 0
             self._pinned[entry.sequence.request_id] = entry
             self._waiting.put(entry)
+
+    def check(self) -> None:
+        """Assert the invariants. For tests."""
+        self._waiting.check()
+        running = [entry for entry in self._entries.values() if entry.is_running]
+        assert len(running) == self._running <= self._max_batch
+        filed = [self._entries[sequence.request_id] for sequence in (*self._decoding, *self._prefilling)]
+        assert {entry.number for entry in filed} == {entry.number for entry in running}
+        assert self._prompt_tokens_left == sum(entry.prompt_left for entry in self._entries.values()) >= 0
+        assert all(entry.prompt_left >= 0 and entry.level >= 0 for entry in self._entries.values())
+        live = [entry.session for entry in self._entries.values() if entry.session is not None]
+        assert sum(count for count, _ in self._sessions.values()) == len(live)
 
     # What is learnt.
 

@@ -8,6 +8,9 @@ from heapq import heappop, heappush
 
 from fastserve_hpc.core.sequence import Sequence
 
+_MAX_AGED = 32
+"""Of one look. It happens before every iteration, so no more than a batch is ever needed."""
+
 _Heap = list[tuple[tuple[float, ...], int, "Entry"]]
 
 
@@ -84,11 +87,11 @@ class Waiting:
         return self._top(self._by_arrival)
 
     def age(self, now: float, bound_s: float, usual_level: float) -> int:
-        """Those that have waited past their bound become the first. How many did."""
+        """Those that have waited past their bound become the first, a few at a time. How many did."""
         count = 0
         for bound, heap in list(self._by_bound.items()):
             level_bound_s = bound_s * 2 ** max(0.0, bound - usual_level) if bound >= 0 else bound_s
-            while (entry := self._top(heap)) is not None and now - entry.arrived >= level_bound_s:
+            while count < _MAX_AGED and (entry := self._top(heap)) and now - entry.arrived >= level_bound_s:
                 heappop(heap)
                 entry.is_aged = True
                 self._file(entry)
@@ -96,6 +99,18 @@ class Waiting:
             if not heap:
                 del self._by_bound[bound]
         return count
+
+    def check(self) -> None:
+        """Assert the invariants. For tests."""
+        for entry in self._entries.values():
+            assert not entry.is_running
+            for heap in (self._by_key, self._by_level, self._by_arrival):
+                assert any(item is entry and stay == entry.stay for _, stay, item in heap)
+        assert self.first() is next(self.ordered(), None)
+        levels = [entry.level for entry in self._entries.values()]
+        assert (best := self.best()) is None or best.level == min(levels)
+        oldest = min(self._entries.values(), key=lambda entry: entry.number, default=None)
+        assert self.oldest() is oldest
 
     def ordered(self) -> Iterator[Entry]:
         """All, first to run first. Sorts: for where the whole queue is wanted."""
