@@ -96,7 +96,10 @@ class RowKernels(KernelBase):
         return out
 
     def argmax(self, x: Tensor) -> Tensor:
-        """int64 [rows]: where each row of float32 `x` [rows, n] is largest, the first such place."""
+        """int64 [rows]: where each row of float32 `x` [rows, n] is largest, the first such place.
+
+        -1 where the largest is not finite or a NaN is in the row.
+        """
         check(x.dtype == torch.float32 and x.stride(1) == 1, "x must be float32 rows")
         out = torch.empty(x.shape[0], dtype=torch.int64)
         self._run("argmax", ArgmaxArgs(x.data_ptr(), out.data_ptr(), x.stride(0), x.shape[0], x.shape[1]))

@@ -84,13 +84,16 @@ def test_argmax(kernels: Kernels, n: int) -> None:
     assert (kernels.argmax(x) == 0).all()
 
 
-def test_argmax_takes_the_first_of_equals_and_skips_nan(kernels: Kernels) -> None:
-    x = torch.full((4, 100), -5.0)
-    x[0, [40, 77]] = 3.0
-    x[1, 3], x[1, 99] = float("nan"), -4.0
+@pytest.mark.parametrize("n", [5, 100])
+def test_argmax_takes_the_first_of_equals_and_no_row_without_numbers(kernels: Kernels, n: int) -> None:
+    x = torch.full((6, n), -5.0)
+    x[0, [2, n - 1]] = 3.0
+    x[1, 3], x[1, n - 1] = float("nan"), -4.0
     x[2, :] = float("-inf")
     x[3, :] = float("nan")
-    assert kernels.argmax(x).tolist() == [40, 99, 0, 0]
+    x[4, 1] = float("inf")
+    x[5, : n - 1] = float("-inf")
+    assert kernels.argmax(x).tolist() == [2, -1, -1, -1, -1, n - 1]
 
 
 def test_copy_blocks(kernels: Kernels) -> None:

@@ -107,7 +107,7 @@ struct EmbeddingArgs {
 
 struct ArgmaxArgs {
   const float* x;  // [rows, n]
-  int64_t* out;    // the first of the largest; NaN counts as smaller than all
+  int64_t* out;    // the first of the largest; -1 where that is no finite number, or a NaN is in the row
   int64_t ld_x, rows, n;
 };
 

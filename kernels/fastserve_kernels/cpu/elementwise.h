@@ -71,13 +71,19 @@ static void embedding(Pool* pool, const EmbeddingArgs& a) {
 static inline int64_t argmax_row(const float* x, int64_t n) {
   F16 best = splat(-__builtin_inff());
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) best = max(load(x + i), best);  // of a NaN and b, max gives b
-  float largest = reduce_max(best);
-  for (; i < n; ++i) largest = x[i] > largest ? x[i] : largest;
-  for (i = 0; i < n; ++i) {
-    if (x[i] == largest) return i;
+  for (; i + 16 <= n; i += 16) {
+    const F16 v = load(x + i);
+    if (any_nan(v)) return -1;
+    best = max(best, v);
   }
-  return 0;  // all NaN
+  float largest = reduce_max(best);
+  for (; i < n; ++i) {
+    if (x[i] != x[i]) return -1;
+    largest = x[i] > largest ? x[i] : largest;
+  }
+  if (__builtin_isinf(largest)) return -1;
+  for (i = 0; x[i] != largest;) ++i;
+  return i;
 }
 
 static void argmax(Pool* pool, const ArgmaxArgs& a) {

@@ -31,6 +31,10 @@ static inline F16 fma(F16 a, F16 b, F16 c) {
 }
 static inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 static inline F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+static inline bool any_nan(F16 v) {
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(v.lo, v.lo, _CMP_UNORD_Q),
+                                         _mm256_cmp_ps(v.hi, v.hi, _CMP_UNORD_Q))) != 0;
+}
 static inline F16 keep_if_ge(F16 value, F16 x, F16 bound) {
   return {_mm256_and_ps(value.lo, _mm256_cmp_ps(x.lo, bound.lo, _CMP_GE_OQ)),
           _mm256_and_ps(value.hi, _mm256_cmp_ps(x.hi, bound.hi, _CMP_GE_OQ))};
