@@ -57,9 +57,9 @@ class Front:
         stops = _Stops(world, self._batch)
         SignalThread(stops.take).start()
         control = world.control()
+        endpoint = self._ingress.wait_started()  # a name that is taken shows before the weights are loaded
         with world.loading(self._server.heartbeat_s):
             built = build_worker(self._engine, self._model, world)
-        endpoint = self._ingress.wait_started()
         coordinator = self._coordinator(world, control, built)
         built.comm.set_progress_hook(coordinator.progress)
         stops.direct_to(coordinator)

@@ -226,7 +226,8 @@ class Coordinator:
     def _enter(self, state: EngineState) -> None:
         self._state = state
         self._flush()
-        self._queue.send(EngineOutput(state=state, max_model_len=self._info.max_model_len))
+        limit = self._info.max_model_len if state == "ready" else None
+        self._queue.send(EngineOutput(state=state, max_model_len=limit))
 
     def _flush(self) -> None:
         if self._deltas:
