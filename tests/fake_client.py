@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastserve_hpc.client.results import Event
+from fastserve_hpc.client.results import Collector, Event, Generation
 from fastserve_hpc.core.engine import BlockUsage, EngineStatus
 from fastserve_hpc.errors import EndpointError
 from fastserve_hpc.protocol import Usage
@@ -136,6 +136,12 @@ class FakeAsyncClient:
 
     def stream(self, prompt: Any, **options: Any) -> FakeStream:
         return FakeStream(self.server, prompt, options)
+
+    async def generate(self, prompt: Any, **options: Any) -> Generation:
+        collector = Collector(options.get("n", 1))
+        async for event in self.stream(prompt, **options):
+            collector.add(event)
+        return collector.generation()
 
     async def status(self) -> EngineStatus:
         return self.server.current_status()

@@ -1,19 +1,46 @@
-"""Runs a batch file on a server that is running already."""
+"""Runs batch files on a server that is running already."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastserve_hpc.batch.progress import make_progress
-from fastserve_hpc.batch.reader import count_lines, read_batch
+from fastserve_hpc import client
+from fastserve_hpc.batch import manifest as manifests
+from fastserve_hpc.batch.forecast import job_end_time
+from fastserve_hpc.batch.lines import Inputs
+from fastserve_hpc.batch.manifest import Manifest
+from fastserve_hpc.batch.output import Mode, Output, Place, sort_files
+from fastserve_hpc.batch.progress import LineProgress, make_progress
+from fastserve_hpc.batch.reader import BatchItem, BatchReader, LineError
 from fastserve_hpc.batch.runner import BatchRunner
+from fastserve_hpc.batch.server import BatchServer
+from fastserve_hpc.batch.stopping import StopSignals
 from fastserve_hpc.batch.summary import Counts
-from fastserve_hpc.batch.writer import Mode, ResultWriter
+from fastserve_hpc.batch.survey import Shard, Survey, check_unchanged, survey
 from fastserve_hpc.client import AsyncClient
-from fastserve_hpc.errors import EndpointError
+from fastserve_hpc.core.engine import EngineStatus
+from fastserve_hpc.errors import EndpointError, StoppedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFiles:
+    """What to read, where to write, and how."""
+
+    inputs: tuple[Path, ...]
+    place: Place
+    shard: Shard = Shard()
+    mode: Mode = Mode()
+    sorts: bool = False
+    """Whether the finished output is put into the order of the input."""
+    in_flight: int = 256
+    wants_ttft: bool = False
+    reconnect_s: float = 0.0
+    engine: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the server that change answers, where they are known."""
+    json_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,49 +49,98 @@ class Ending:
 
     counts: Counts
     total: int
-    """Lines of the input that are not blank."""
+    """Lines of this shard that are not blank."""
     stopped: str | None
     """Why the run ended before its input did; None when it did not."""
 
 
-def run_attached(
-    input_file: Path, output: Path, mode: Mode, in_flight: int, endpoint: str | None, job: str | None
-) -> Ending:
-    """Run the lines that `output` does not hold yet; SIGINT and SIGTERM end it early, nothing finished is lost."""
-    return asyncio.run(_run_attached(input_file, output, mode, in_flight, endpoint, job))
+def run_attached(files: BatchFiles, endpoint: str | None, job: str | None) -> Ending:
+    """Run the lines that the output does not hold yet; SIGINT and SIGTERM end it early, nothing finished is lost.
+
+    Raises `ConfigError` where input and output do not fit, `FastServeError` where nothing more can be written.
+    """
+    with StopSignals() as signals:
+        with client.Client(endpoint, job=job) as asking:
+            status = asking.status()
+        return _AttachedRun(files, status, signals).run(endpoint, job)
 
 
-async def _run_attached(
-    input_file: Path, output: Path, mode: Mode, in_flight: int, endpoint: str | None, job: str | None
-) -> Ending:
-    _cancel_on_signals()
-    with input_file.open("rb") as lines:
-        total = count_lines(lines)
-        lines.seek(0)
-        async with AsyncClient(endpoint, job=job) as client:
-            model = (await client.status()).model
-            with ResultWriter(output, mode) as writer, make_progress(total) as progress:
-                runner = BatchRunner(client, model, writer, progress, in_flight)
-                stopped = None
-                try:
-                    await runner.run(read_batch(lines))
-                except EndpointError as error:
-                    stopped = str(error)
-                except asyncio.CancelledError:
-                    stopped = "told to stop"
-    return Ending(runner.counts, total, stopped)
+class _AttachedRun:
+    """One run, on a server that has said what it is."""
+
+    def __init__(self, files: BatchFiles, status: EngineStatus, signals: StopSignals) -> None:
+        self._files = files
+        self._status = status
+        self._signals = signals
+        self._inputs = Inputs(files.inputs)
+
+    def run(self, endpoint: str | None, job: str | None) -> Ending:
+        files, state = self._files, self._inputs.state()
+        found = survey_for(files, self._inputs)
+        now = manifest_of(files, found, self._status)
+        progress = make_progress(found.num_lines, job_end_time(), files.json_progress)
+        with progress, Output.open(files.place, now, found, mode=files.mode, say=progress.say) as output:
+            items = BatchReader(self._inputs, files.shard, found, output.done.lines)
+            try:
+                counts, stopped = asyncio.run(self._answer(items, output, progress, AsyncClient(endpoint, job=job)))
+            except asyncio.CancelledError:
+                raise StoppedError("told to stop; run the same command again to go on") from None
+            finally:
+                self._signals.ignore()  # results are about to be written and synced
+            check_unchanged(self._inputs, state)
+            output.sync()
+            if files.sorts and stopped is None:
+                self._signals.listen()
+                sort_files(files.place)
+        return Ending(counts, found.num_lines, stopped)
+
+    async def _answer(
+        self, items: Iterable[BatchItem | LineError], output: Output, progress: LineProgress, connecting: AsyncClient
+    ) -> tuple[Counts, str | None]:
+        """What was done, and why it ended early if it did."""
+        files = self._files
+        task = asyncio.current_task()
+        assert task is not None
+        self._signals.cancel(task)
+        async with connecting as connected:
+            server = BatchServer(
+                connected,
+                self._status.model,
+                wants_ttft=files.wants_ttft,
+                reconnect_s=files.reconnect_s,
+                say=progress.say,
+            )
+            runner = BatchRunner(server, output, progress, files.in_flight)
+            return runner.counts, await _why_stopped(runner, items)
 
 
-def _cancel_on_signals() -> None:
-    """The first signal ends the run in good order; launchers send several."""
-    task = asyncio.current_task()
-    assert task is not None
-    signals = (signal.SIGINT, signal.SIGTERM)
+async def _why_stopped(runner: BatchRunner, items: Iterable[BatchItem | LineError]) -> str | None:
+    try:
+        await runner.run(items)
+    except EndpointError as error:
+        return str(error)
+    except asyncio.CancelledError:
+        return "told to stop"
+    return None
 
-    def stop() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        task.cancel()
 
-    for number in signals:
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # rank 0 starts this process with them blocked
+def survey_for(files: BatchFiles, inputs: Inputs) -> Survey:
+    """The first reading; it marks where the input of an earlier run ended."""
+    then = None
+    if not files.mode.overwrite and not files.place.is_stdout:
+        then = manifests.load(files.place.manifest, files.place.output)
+    return survey(inputs, files.shard, None if then is None else then.input_bytes)
+
+
+def manifest_of(files: BatchFiles, found: Survey, status: EngineStatus) -> Manifest:
+    """What the results of this run are results of."""
+    return Manifest(
+        input_sha256=found.sha256,
+        input_bytes=found.num_bytes,
+        input_lines=found.last_index,
+        shard=str(files.shard),
+        errors=files.place.errors_name(),
+        model=status.model,
+        vocab_size=status.vocab_size,
+        engine=dict(files.engine),
+    )

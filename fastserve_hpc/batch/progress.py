@@ -1,7 +1,8 @@
-"""Shows how far a batch run has come: a bar on a terminal, now and then a plain line in a log."""
+"""Shows how far a batch run has come: a bar on a terminal, now and then a plain or JSON line in a log."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from types import TracebackType
@@ -9,24 +10,29 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fastserve_hpc.batch.forecast import Forecast, forecast
 from fastserve_hpc.batch.summary import Counts
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_PERIOD_S = 5.0
+BAR_PERIOD_S = 0.1
 
 
-class PlainProgress:
+class LineProgress:
     """A line on standard error at most every few seconds, and a last one; a context manager."""
 
-    def __init__(self, total: int, period_s: float = PLAIN_PERIOD_S):
-        self._total = total
-        self._period_s = period_s
-        self._next = time.monotonic() + period_s
+    _period_s = PLAIN_PERIOD_S
 
-    def __enter__(self) -> PlainProgress:
-        click.echo(f"batch: {self._total} lines", err=True)
+    def __init__(self, total: int, job_end: float | None = None) -> None:
+        """`job_end`: when the job will be ended, in seconds since 1970."""
+        self._total = total
+        self._job_end = job_end
+        self._next = 0.0
+
+    def __enter__(self) -> LineProgress:
+        self._next = time.monotonic() + self._period_s
         return self
 
     def __exit__(
@@ -38,22 +44,72 @@ class PlainProgress:
         now = time.monotonic()
         if now >= self._next or counts.finished == self._total:
             self._next = now + self._period_s
-            click.echo(f"batch: {state_line(counts, self._total)}", err=True)
+            self._show(counts)
+
+    def say(self, text: str) -> None:
+        """Tell something else."""
+        click.echo(f"batch: {text}", err=True)
+
+    def _forecast(self, counts: Counts) -> Forecast:
+        job_left_s = None if self._job_end is None else self._job_end - time.time()
+        return forecast(counts, self._total, counts.wall_s, job_left_s)
+
+    def _show(self, counts: Counts) -> None:
+        raise NotImplementedError
 
 
-class BarProgress:
-    """A rich bar on standard error; a context manager."""
+class PlainProgress(LineProgress):
+    """For people who read a log."""
 
-    def __init__(self, total: int):
+    def __enter__(self) -> PlainProgress:
+        click.echo(f"batch: {self._total} lines", err=True)
+        super().__enter__()
+        return self
+
+    def _show(self, counts: Counts) -> None:
+        click.echo(f"batch: {state_line(counts, self._total)}{self._forecast(counts).text()}", err=True)
+
+
+class JsonProgress(LineProgress):
+    """For programs: a JSON object a line."""
+
+    def say(self, text: str) -> None:
+        click.echo(json.dumps({"event": "message", "text": text}), err=True)
+
+    def _show(self, counts: Counts) -> None:
+        ahead = self._forecast(counts)
+        state = {
+            "event": "progress",
+            "lines": self._total,
+            "finished": counts.finished,
+            "failed": counts.all_failed,
+            "skipped": counts.skipped,
+            "wall_s": round(counts.wall_s, 3),
+            "output_tokens": counts.output_tokens,
+            "output_tokens_per_s": round(counts.output_tokens_per_s, 1),
+            "left_s": ahead.left_s,
+            "job_left_s": ahead.job_left_s,
+            "share_by_job_end": ahead.share_by_end,
+        }
+        click.echo(json.dumps(state), err=True)
+
+
+class BarProgress(LineProgress):
+    """A rich bar on a terminal."""
+
+    _period_s = BAR_PERIOD_S
+
+    def __init__(self, total: int, job_end: float | None = None) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        super().__init__(total, job_end)
+        columns = (BarColumn(), TextColumn("{task.description}", markup=False))
         self._bar: Progress = Progress(*columns, console=Console(stderr=True))
         self._task: TaskID = self._bar.add_task(f"0 of {total} lines", total=total)
-        self._total = total
 
     def __enter__(self) -> BarProgress:
+        super().__enter__()
         self._bar.start()
         return self
 
@@ -62,16 +118,22 @@ class BarProgress:
     ) -> None:
         self._bar.stop()
 
-    def update(self, counts: Counts) -> None:
-        self._bar.update(self._task, completed=counts.finished, description=state_line(counts, self._total))
+    def say(self, text: str) -> None:
+        self._bar.console.print(f"batch: {text}", markup=False, highlight=False)
+
+    def _show(self, counts: Counts) -> None:
+        text = state_line(counts, self._total) + self._forecast(counts).text()
+        self._bar.update(self._task, completed=counts.finished, description=text)
 
 
-def make_progress(total: int) -> PlainProgress | BarProgress:
+def make_progress(total: int, job_end: float | None = None, as_json: bool = False) -> LineProgress:
     """What suits the place that standard error goes to."""
-    return BarProgress(total) if sys.stderr.isatty() else PlainProgress(total)
+    if as_json:
+        return JsonProgress(total, job_end)
+    return (BarProgress if sys.stderr.isatty() else PlainProgress)(total, job_end)
 
 
 def state_line(counts: Counts, total: int) -> str:
     """As in "12 of 48 lines, 1 failed, 153 tokens/s"."""
-    failed = f", {counts.failed} failed" if counts.failed else ""
+    failed = f", {counts.all_failed} failed" if counts.all_failed else ""
     return f"{counts.finished} of {total} lines{failed}, {counts.output_tokens_per_s:.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""Reads batch files: every line becomes a request or an error record, never an exception.
+"""The second reading: every line becomes a request or an error record, never an exception.
 
 Two kinds of line may be mixed: the OpenAI batch format (custom_id, method, url, body), and plain
 `{"prompt": ...}` or `{"messages": ...}` lines with sampling fields beside them; other fields of a
@@ -13,96 +13,130 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from fastserve_hpc.batch.lines import MAX_LINE_BYTES, Inputs, Line, raw_lines
+from fastserve_hpc.batch.linesets import LineSet
+from fastserve_hpc.batch.survey import Shard, Survey, custom_id_of, default_id
 from fastserve_hpc.errors import RequestError
 from fastserve_hpc.openai.bodies import Ask, Kind, field_names, parse_body
 
 URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-MAX_LINE_BYTES = 16 * 2**20
-"""As long as the longest message that a server takes."""
 
-_BOM = b"\xef\xbb\xbf"
+_KNOWN = {kind: field_names(kind) for kind in URLS.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
     """A line that can be run."""
 
-    line: int
-    """Counts from 1."""
+    index: int
+    """Counts from 1 over all input files."""
     custom_id: str
     ask: Ask
     extra: dict[str, Any] = field(default_factory=dict)
     """Fields of a plain line that mean nothing to us, for its result."""
+    file: str | None = None
+    """Where there is more than one."""
+    number: int = 0
+    """The line's number in its file, from 1; 0: the same as `index`."""
+
+    @property
+    def line(self) -> int:
+        return self.number or self.index
+
+    def error(self, code: str, message: str) -> LineError:
+        """The record of what went wrong with it."""
+        place = f"line {self.line}" if self.file is None else f"{self.file} line {self.line}"
+        return LineError(self.index, self.custom_id, code, f"{place}: {message}", self.file, self.number)
 
 
 @dataclass(frozen=True, slots=True)
 class LineError:
     """A line that cannot be run, or whose request failed."""
 
-    line: int
+    index: int
     custom_id: str | None
     code: str
     message: str
+    file: str | None = None
+    number: int = 0
+
+    @property
+    def line(self) -> int:
+        return self.number or self.index
+
+
+class BatchReader:
+    """Iterates over the lines of a shard that are not done; of equal custom_ids the first line of all counts."""
+
+    def __init__(self, inputs: Inputs, shard: Shard, found: Survey, done: LineSet) -> None:
+        self._inputs = inputs
+        self._shard = shard
+        self._repeated = found.repeated
+        self._done = done
+        self._first_places: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[BatchItem | LineError]:
+        for line in self._inputs.lines():
+            if line.raw.isspace() or not line.raw:
+                continue
+            first = self._first_place(line) if self._repeated else None
+            if line.line_index in self._shard and line.line_index not in self._done:
+                yield parse_line(line) if first is None else _duplicate(line, first)
+
+    def _first_place(self, line: Line) -> str | None:
+        """Where this line's custom_id has been used before, if it has."""
+        custom_id = custom_id_of(line.raw, line.line_index)
+        if custom_id is None or hash(custom_id) not in self._repeated:
+            return None
+        first = self._first_places.setdefault(custom_id, line.place)
+        return None if first == line.place else f"custom_id {custom_id!r} is on {first} already"
 
 
 def read_batch(stream: BinaryIO) -> Iterator[BatchItem | LineError]:
-    """The requests of a batch file in order. Blank lines are skipped; of equal custom_ids the first counts."""
-    first_lines: dict[str, int] = {}
-    for number, raw in _numbered_lines(stream):
-        item = parse_line(number, raw)
-        if isinstance(item, BatchItem):
-            first = first_lines.setdefault(item.custom_id, number)
-            if first != number:
-                message = f"line {number}: custom_id {item.custom_id!r} is on line {first} already"
-                yield LineError(number, item.custom_id, "duplicate_custom_id", message)
-                continue
-        yield item
-
-
-def count_lines(stream: BinaryIO) -> int:
-    """How many items `read_batch` will give; the stream is at its end afterwards."""
-    return sum(1 for _ in _numbered_lines(stream))
-
-
-def _numbered_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, numbered from 1; of a line over the limit, its first bytes and one more."""
-    number = 0
-    while raw := stream.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if number == 1:
-            raw = raw.removeprefix(_BOM)
-        rest = raw
-        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = stream.readline(MAX_LINE_BYTES + 1)
+    """The lines of one open file that are not blank; repeated custom_ids are not looked for."""
+    for number, raw in enumerate(raw_lines(stream, "input"), 1):
         if raw.strip():
-            yield number, raw
+            yield parse_line(Line(number, number, None, raw))
 
 
-def parse_line(number: int, raw: bytes) -> BatchItem | LineError:
+def parse_line(line: Line) -> BatchItem | LineError:
     """One line's request, or what is wrong with it."""
-    if len(raw.rstrip(b"\r\n")) > MAX_LINE_BYTES:
-        return LineError(number, None, "line_too_long", f"line {number}: longer than {MAX_LINE_BYTES // 2**20} MiB")
+    raw = line.raw
+    if len(raw) > MAX_LINE_BYTES and len(raw.rstrip(b"\r\n")) > MAX_LINE_BYTES:
+        return _error(line, None, "line_too_long", f"longer than {MAX_LINE_BYTES // 2**20} MiB")
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return LineError(number, None, "invalid_json", f"line {number}: not JSON: {error}")
+        return _error(line, None, "invalid_json", f"not JSON: {error}")
+    except RecursionError:
+        return _error(line, None, "invalid_json", "nested too deeply")
     if not isinstance(fields, dict):
-        return LineError(number, None, "invalid_json", f"line {number}: not a JSON object")
-    custom_id = fields.get("custom_id")
-    known_id = custom_id if isinstance(custom_id, str) else None
+        return _error(line, None, "invalid_json", "not a JSON object")
     try:
-        return _item(number, fields)
+        return _item(line, fields)
     except RequestError as error:
-        return LineError(number, known_id, error.code, f"line {number}: {error}")
+        custom_id = fields.get("custom_id")
+        return _error(line, custom_id if isinstance(custom_id, str) else None, error.code, str(error))
+    except RecursionError:
+        return _error(line, None, "invalid_json", "nested too deeply")
 
 
-def _item(number: int, fields: dict[str, Any]) -> BatchItem:
+def _error(line: Line, custom_id: str | None, code: str, message: str) -> LineError:
+    return LineError(line.line_index, custom_id, code, f"{line.place}: {message}", line.file, line.number)
+
+
+def _duplicate(line: Line, message: str) -> LineError:
+    """Without the id, which belongs to the first line's record."""
+    return _error(line, None, "duplicate_custom_id", message)
+
+
+def _item(line: Line, fields: dict[str, Any]) -> BatchItem:
     if "body" in fields or "url" in fields or "method" in fields:
-        return _openai_item(number, fields)
-    return _plain_item(number, fields)
+        return _openai_item(line, fields)
+    return _plain_item(line, fields)
 
 
-def _openai_item(number: int, fields: dict[str, Any]) -> BatchItem:
+def _openai_item(line: Line, fields: dict[str, Any]) -> BatchItem:
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise RequestError("custom_id is missing: give each line a text of its own", code="missing_custom_id")
@@ -112,18 +146,17 @@ def _openai_item(number: int, fields: dict[str, Any]) -> BatchItem:
         raise RequestError(f"url is {url!r}: it must be one of {', '.join(URLS)}", code="invalid_url")
     if not isinstance(body, dict):
         raise RequestError("body is missing or not an object")
-    return BatchItem(number, custom_id, parse_body(URLS[url], body))
+    return BatchItem(line.line_index, custom_id, parse_body(URLS[url], body), {}, line.file, line.number)
 
 
-def _plain_item(number: int, fields: dict[str, Any]) -> BatchItem:
+def _plain_item(line: Line, fields: dict[str, Any]) -> BatchItem:
     if ("prompt" in fields) == ("messages" in fields):
         raise RequestError("a line holds either custom_id, method, url and body, or just one of prompt and messages")
     kind: Kind = "chat" if "messages" in fields else "completion"
     custom_id = fields.pop("custom_id", None)
     if custom_id is None:
-        custom_id = f"line-{number}"
+        custom_id = default_id(line.line_index)
     if not isinstance(custom_id, str) or not custom_id:
         raise RequestError(f"custom_id is {custom_id!r}: it must be a text that is not empty", code="missing_custom_id")
-    known = field_names(kind)
-    extra = {name: value for name, value in fields.items() if name not in known}
-    return BatchItem(number, custom_id, parse_body(kind, fields), extra)
+    extra = {name: value for name, value in fields.items() if name not in _KNOWN[kind]}
+    return BatchItem(line.line_index, custom_id, parse_body(kind, fields), extra, line.file, line.number)
