@@ -61,7 +61,6 @@ def _fake(config: EngineConfig, model: ServedModel, world: World) -> BuiltWorker
 
 def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: World) -> BuiltWorker:
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # read when torch loads libgomp
-    import torch
 
     from fastserve_hpc.models.loader import load_model
     from fastserve_hpc.worker.kv_cache import KVCache, KVShape
@@ -73,8 +72,6 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
     link_bytes = config.max_batch_tokens * weights.spec.hidden_size * chosen.dtype.itemsize
     comm = world.comm(link_bytes, device, chosen.kernels)
     stage = load_model(weights.files, weights.spec, world.topology, comm, chosen.dtype, device, chosen.ops)
-    if chosen.kernels is not None:
-        torch.set_num_threads(1)  # what is left to torch is small, and its threads would take the kernels' cores
     world.say(f"loaded {model.name} in {time.perf_counter() - began:.1f} s")
     shape = KVShape.of(weights.spec, world.topology, config.block_size, chosen.dtype)
     memory, size = _divide_memory(config, shape, place, device, model, world)

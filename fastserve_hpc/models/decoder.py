@@ -164,7 +164,10 @@ class Model:
         for part in self._parts(len(hidden)):
             hidden = self._compute(hidden, kv, plan, part)
             self._shard.comm.progress()
-        return hidden if self._head is None else self._head(hidden.index_select(0, batch.sample_rows))
+        if self._head is None:
+            return hidden
+        rows = batch.sample_rows  # ascending
+        return self._head(hidden if len(rows) == len(hidden) else hidden.index_select(0, rows))
 
     def _parts(self, num_tokens: int) -> Iterator[range]:
         """The layers, cut where a few tokens' time has passed: so often the ranks' messages want to be moved."""

@@ -19,11 +19,23 @@ Edit = tuple[int, Tokens, float]  # row, token ids, parameter
 
 def edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Apply every row's penalties, logit bias and min_tokens to `logits` [len(rows), vocab_size], in place."""
+    if not any(map(_has_edits, rows)):  # mostly, and each look at all rows costs a little
+        return
     _penalise_repetition(logits, rows)
     _penalise_presence(logits, rows)
     _penalise_frequency(logits, rows)
     _bias(logits, rows)
     _forbid_early_stop(logits, rows)
+
+
+def _has_edits(row: SampleRow) -> bool:
+    params = row.sampling
+    penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return penalised or bool(params.logit_bias) or _is_early(row)
+
+
+def _is_early(row: SampleRow) -> bool:
+    return bool(row.sampling.stop_token_ids) and len(row.output) < row.sampling.min_tokens
 
 
 def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
@@ -61,11 +73,7 @@ def _bias(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
 
 def _forbid_early_stop(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    edits = [
-        (i, np.array(r.sampling.stop_token_ids, np.int64), -np.inf)
-        for i, r in enumerate(rows)
-        if len(r.output) < r.sampling.min_tokens
-    ]
+    edits = [(i, np.array(r.sampling.stop_token_ids, np.int64), -np.inf) for i, r in enumerate(rows) if _is_early(r)]
     if edits:
         index, lowest = _flatten(logits, edits)
         logits[index] = lowest

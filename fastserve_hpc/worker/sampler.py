@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fastserve_hpc.core.plan import TokenLogprobs
@@ -51,8 +52,14 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
-    maxima, token_ids = logits.max(dim=-1)  # NaN counts as the largest; of equals, the lowest id
-    return token_ids.masked_fill_(~maxima.isfinite(), NO_TOKEN)
+    """NaN counts as the largest; of equals, the lowest id."""
+    if logits.device.type != "cpu":
+        maxima, token_ids = logits.max(dim=-1)
+        return token_ids.masked_fill_(~maxima.isfinite(), NO_TOKEN)
+    values = logits.numpy()
+    chosen = values.argmax(axis=-1)  # several times as fast as torch's
+    maxima_here = values[np.arange(len(values)), chosen]
+    return torch.from_numpy(np.where(np.isfinite(maxima_here), chosen, NO_TOKEN))
 
 
 def _to_list(token_ids: torch.Tensor) -> list[int]:
