@@ -51,7 +51,10 @@ def test_messages_to_the_client_survive_the_wire(message: protocol.ToClient) -> 
         ([protocol.MAGIC, pickle.dumps({"type": "submit"})], "not a message"),
         ([protocol.MAGIC, msgspec.msgpack.encode({"type": "nonsense"})], "not a message"),
         ([protocol.MAGIC, msgspec.msgpack.encode({"type": "submit", "id": 1, "prompt": {"a": 1}})], "not a message"),
-        ([protocol.MAGIC, msgspec.msgpack.encode({"type": "submit", "id": 1, "prompt": [2**70 // 2**7]})[:-1]], "not a"),
+        (
+            [protocol.MAGIC, msgspec.msgpack.encode({"type": "submit", "id": 1, "prompt": [2**70 // 2**7]})[:-1]],
+            "not a",
+        ),
     ],
 )
 def test_garbage_is_refused_with_a_reason(frames: list[bytes], text: str) -> None:
