@@ -12,7 +12,8 @@ from fastserve_hpc.core.policy.base import OrderKey, Policy
 from fastserve_hpc.core.policy.clairvoyant import Srpt
 from fastserve_hpc.core.policy.fcfs import Fcfs
 from fastserve_hpc.core.policy.mlfq import Mlfq, PaperSkipJoin
-from fastserve_hpc.core.policy.skip_join import SkipJoin, SkipJoinRules
+from fastserve_hpc.core.policy.sizing import SkipJoinRules
+from fastserve_hpc.core.policy.skip_join import SkipJoin
 from fastserve_hpc.core.request import FinishReason, Request, SamplingParams
 from fastserve_hpc.core.scheduler import Scheduler
 from fastserve_hpc.core.sequence import Sequence

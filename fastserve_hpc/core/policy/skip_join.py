@@ -7,53 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
 
 from fastserve_hpc.core.cost import CostModel
-from fastserve_hpc.core.hints import HintTrust
-from fastserve_hpc.core.lengths import FinishedLengths
 from fastserve_hpc.core.policy.base import OrderKey
 from fastserve_hpc.core.policy.levels import Levels
+from fastserve_hpc.core.policy.sizing import Sizing, SkipJoinRules
 from fastserve_hpc.core.policy.waiting import Entry, Waiting
 from fastserve_hpc.core.sequence import Sequence
 
 _BATCH_CLASS = 1000.0
 """Added to the levels of the service class `batch`: behind everyone else."""
 _MAX_VICTIMS = 8
+"""Running requests, from the worst, that are looked at for one to replace."""
 _PINNED = -1.0
 """The level of those whom nobody may replace."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkipJoinRules:
-    """The rules and their numbers; each can be switched off."""
-
-    quantum: int = 16
-    """Output tokens of level 0; each level has twice as many as the one before."""
-    joins_by_prompt: bool = True
-    """New requests skip levels by the cost of their prompt; else they join as if they had none."""
-    sinks_prompt: bool = True
-    """Once the prompt is computed it no longer counts; else the level stays that of the arrival."""
-    replaces: bool = True
-    """Waiting requests may take the place of running ones."""
-    min_gap: float = 1.0
-    """Levels by which a candidate must be better than the one that it replaces."""
-    spared_levels: float = 1.0
-    """Nobody is replaced before it is so many levels past that of a usual answer."""
-    spares_finishing: bool = True
-    """Nobody is replaced who, as recent answers go, is as near to its end as the candidate."""
-    min_saving: float = 1.0
-    min_finished: int = 32
-    """Answers that must be known before anyone is replaced."""
-    aging: float = 0.6
-    """A request that has waited for this part of the time to drain the backlog goes first; infinite: never."""
-    oldest_share: float = 0.05
-    """The part of all work that goes to the oldest waiting requests, whatever their levels."""
-    uses_hints: bool = True
-    """Hints of the output length count, while they have been right."""
-    hinted_ratio: float = 1.5
-    """Between levels of requests with a trusted hint."""
 
 
 class SkipJoin:
@@ -68,9 +36,7 @@ class SkipJoin:
         self.num_aged = 0
         self.num_pinned = 0
         self._max_batch = max_batch
-        self._cost = cost
-        self._lengths = FinishedLengths()
-        self._hints = HintTrust()
+        self._sizing = Sizing(self.rules, max_batch, cost)
         self._entries: dict[int, Entry] = {}
         self._waiting = Waiting()
         self._running = 0
@@ -112,7 +78,7 @@ class SkipJoin:
         if entry.session is not None:
             self._leave_session(entry.session, sequence)
         if is_complete:
-            self._learn(sequence)
+            self._sizing.learn(sequence)
 
     def on_progress(self, sequence: Sequence, num_tokens: int, now: float) -> None:  # noqa: ARG002
         entry = self._entries[sequence.request_id]
@@ -133,8 +99,8 @@ class SkipJoin:
 
     def _compute_prompt(self, entry: Entry, num_tokens: int) -> None:
         done = min(num_tokens, entry.prompt_left)
-        prompt_ratio = self._prompt_ratio()
-        self._work += done * (prompt_ratio - 1)
+        prompt_ratio = self._sizing.prompt_ratio()
+        self._work += done * (prompt_ratio - 1) + 1
         if entry.is_pinned:
             self._credit -= done * prompt_ratio
         entry.prompt_left -= done
@@ -177,22 +143,22 @@ class SkipJoin:
 
     def _replace(self) -> None:
         """Waiting requests take the places of running ones that are much worse."""
-        rules, lengths = self.rules, self._lengths
-        if not rules.replaces:
+        if not self.rules.replaces:
             return
-        spared = self._level_of(lengths.harmonic) + rules.spared_levels
+        spared = self._sizing.usual_level() + self.rules.spared_levels
         while (candidate := self._waiting.best()) is not None:
-            victim = self._victim_of(candidate, max(spared, candidate.level + rules.min_gap))
+            victim = self._victim_of(candidate, spared)
             if victim is None:
                 return
             self._stop(victim)
             self._start(candidate)
 
-    def _victim_of(self, candidate: Entry, level: float) -> Entry | None:
-        """The worst running request of at least this level that is worth replacing, of the first few."""
+    def _victim_of(self, candidate: Entry, spared: float) -> Entry | None:
+        """The worst running request that is worth replacing, of the first few."""
+        least = candidate.level + (self.rules.hinted_gap if candidate.is_hinted else self.rules.min_gap)
         for sequence in islice(chain(reversed(self._prefilling), reversed(self._decoding)), _MAX_VICTIMS):
             victim = self._entries[sequence.request_id]
-            if victim.place < level:
+            if victim.place < least or (victim.place < spared and not victim.is_hinted):
                 continue
             if victim.level >= _BATCH_CLASS or self._is_worth_it(candidate, victim):
                 return victim
@@ -200,14 +166,13 @@ class SkipJoin:
 
     def _is_worth_it(self, candidate: Entry, victim: Entry) -> bool:
         """Whether, as far as recent answers tell, the candidate has much less before it."""
-        rules, lengths = self.rules, self._lengths
-        if lengths.num_finished < rules.min_finished:
-            return False
-        if not rules.spares_finishing or victim.prompt_left:
+        if victim.is_hinted and candidate.is_hinted:
             return True
-        prompt = candidate.prompt_left * self._prompt_ratio()
-        size = lengths.size(len(candidate.sequence.outputs), prompt)
-        return size * rules.min_saving <= lengths.size(len(victim.sequence.outputs))
+        if self._sizing.lengths.num_finished < self.rules.min_finished:
+            return False
+        if not self.rules.spares_finishing or victim.prompt_left:
+            return True
+        return self._sizing.is_less(candidate.sequence, candidate.prompt_left, victim.sequence)
 
     def _worst_running(self) -> Entry | None:
         lasts = [last for levels in (self._decoding, self._prefilling) if (last := levels.last()) is not None]
@@ -261,64 +226,33 @@ class SkipJoin:
             self._waiting.put(entry)
 
     def _set_level(self, entry: Entry) -> None:
-        expected = self._expected(entry)
-        if expected is not None and len(entry.sequence.outputs) < expected:
-            level, entry.end = self._hinted_level(entry, expected, len(entry.sequence.outputs))
-        else:
-            level = self._plain_level(entry, self._outputs(entry))
-            entry.end = int(self.rules.quantum * 2**level) if entry.sequence.outputs else 0
-        is_batch = entry.sequence.request.service_class == "batch"
-        entry.level = level + _BATCH_CLASS * is_batch
+        sequence = entry.sequence
+        hinted = self._sizing.hinted_level(sequence, entry.prompt_left)
+        is_prompt_done = not entry.prompt_left
+        plain = self._sizing.plain_level(sequence.num_prompt, is_prompt_done, self._outputs(entry))
+        entry.is_hinted = hinted is not None
+        entry.level, entry.end = hinted or plain
+        if not sequence.outputs:
+            entry.end = 0
+        if sequence.request.service_class == "batch":
+            entry.level += _BATCH_CLASS
         watched = entry.prompt_left or entry.session is not None or entry.is_pinned
         entry.limit = 0 if watched else entry.end
 
-    def _plain_level(self, entry: Entry, outputs: int) -> float:
-        """Of a request whose length nobody knows."""
-        usual = self._lengths.harmonic
-        if entry.prompt_left or not self.rules.sinks_prompt:
-            prompt = entry.sequence.num_prompt * self._prompt_ratio() * self.rules.joins_by_prompt
-            usual = math.sqrt((prompt + usual) * usual)
-        return max(self._level_of(usual), self._level_of(outputs + 1))
-
-    def _hinted_level(self, entry: Entry, expected: float, outputs: int) -> tuple[float, int]:
-        """By the geometric mean of what is left and the whole; and the outputs at which that is a level less."""
-        ratio = self.rules.hinted_ratio
-        prompt = entry.prompt_left * self._prompt_ratio()
-        size = math.sqrt((prompt + expected - outputs) * expected)
-        steps = max(0, math.ceil(math.log(size / self.rules.quantum, ratio) - 1e-9))
-        below = self.rules.quantum * ratio ** (steps - 1)
-        end = expected if steps == 0 else expected - below * below / expected
-        return steps * math.log2(ratio), max(outputs + 1, math.ceil(end))
-
-    def _level_of(self, num_tokens: float) -> float:
-        """The highest level whose quantum holds so many tokens."""
-        return max(0.0, float(math.ceil(math.log2(num_tokens / self.rules.quantum) - 1e-9)))
-
-    def _expected(self, entry: Entry) -> float | None:
-        hint = entry.sequence.request.expected_tokens
-        return None if hint is None or not self.rules.uses_hints else self._hints.expected(hint)
-
     def _outputs(self, entry: Entry) -> int:
         return len(entry.sequence.outputs) if entry.session is None else entry.session[1]
-
-    def _prompt_ratio(self) -> float:
-        """Output tokens whose cost is that of one prompt token."""
-        costs = self._cost.costs
-        return costs.prefill_token_s / costs.output_token_s(self._max_batch)
 
     # Nobody starves.
 
     def _age(self, now: float) -> None:
         if self.rules.aging == math.inf:
             return
-        usual = self._level_of(self._lengths.harmonic)
-        self.num_aged += self._waiting.age(now, self.rules.aging * self.drain_s(), usual)
+        bound_s = self.rules.aging * self.drain_s()
+        self.num_aged += self._waiting.age(now, bound_s, self._sizing.usual_level())
 
     def drain_s(self) -> float:
         """Seconds that all the known work would take."""
-        costs = self._cost.costs
-        output_s = costs.output_token_s(self._max_batch)
-        return costs.prefill_token_s * self._prompt_tokens_left + output_s * self._lengths.mean * len(self._entries)
+        return self._sizing.drain_s(self._prompt_tokens_left, len(self._entries))
 
     def _pin_oldest(self) -> None:
         """Give the oldest the next place, for good, as long as their share is not used up."""
@@ -346,15 +280,6 @@ class SkipJoin:
         assert all(entry.prompt_left >= 0 and entry.level >= 0 for entry in self._entries.values())
         live = [entry.session for entry in self._entries.values() if entry.session is not None]
         assert sum(count for count, _ in self._sessions.values()) == len(live)
-
-    # What is learnt.
-
-    def _learn(self, sequence: Sequence) -> None:
-        count = len(sequence.outputs)
-        self._lengths.note(count)
-        hint = sequence.request.expected_tokens
-        if hint is not None:
-            self._hints.note(hint, count)
 
     def _leave_session(self, session: list[int], sequence: Sequence) -> None:
         session[0] -= 1

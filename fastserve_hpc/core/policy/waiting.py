@@ -38,6 +38,8 @@ class Entry:
     """While it runs: it is filed with those whose prompt is not done."""
     was_running: bool = False
     """It waits because another took its place."""
+    is_hinted: bool = False
+    """Its level comes from a hint that was trusted."""
     is_aged: bool = False
     is_pinned: bool = False
     session: list[int] | None = None

@@ -12,7 +12,8 @@ import pytest
 from scheduling import request
 
 from fastserve_hpc.core.cost import CostModel, Costs
-from fastserve_hpc.core.policy.skip_join import SkipJoin, SkipJoinRules
+from fastserve_hpc.core.policy.sizing import SkipJoinRules
+from fastserve_hpc.core.policy.skip_join import SkipJoin
 from fastserve_hpc.core.request import Request
 from fastserve_hpc.core.sequence import Sequence
 
