@@ -90,7 +90,7 @@ class _AttachedRun:
             check_unchanged(self._inputs, state)
             output.sync()
             if files.sorts and stopped is None:
-                self._signals.listen()
+                self._signals.interrupt()
                 sort_files(files.place)
         return Ending(counts, found.num_lines, stopped)
 

@@ -55,6 +55,8 @@ class BatchServer:
         self._epoch = 0
         self._num_losses = 0
         self._recovering = asyncio.Lock()
+        self._last_sampling = SamplingParams()
+        self._last_fields: dict[str, Any] = {}
 
     async def answer(self, item: BatchItem) -> Answer:
         """Raises `RequestError` where the line is wrong, `EndpointError` where the server is lost for good."""
@@ -83,15 +85,21 @@ class BatchServer:
         _check_finished(generation)
         return generation, ttft_s
 
+    def _fields(self, sampling: SamplingParams) -> dict[str, Any]:
+        """Lines often share one object."""
+        if sampling is not self._last_sampling:
+            self._last_sampling, self._last_fields = sampling, sampling_fields(sampling)
+        return self._last_fields
+
     async def _whole(self, item: BatchItem) -> tuple[Generation, float | None]:
         ask = item.ask
-        fields = sampling_fields(ask.sampling)
+        fields = self._fields(ask.sampling)
         return await self._client.generate(ask.prompt, model=ask.model, service_class="batch", **fields), None
 
     async def _stream(self, item: BatchItem) -> tuple[Generation, float | None]:
         ask = item.ask
         start, ttft_s, collector = time.monotonic(), None, Collector(ask.sampling.n)
-        fields = sampling_fields(ask.sampling)
+        fields = self._fields(ask.sampling)
         async for event in self._client.stream(ask.prompt, model=ask.model, service_class="batch", **fields):
             collector.add(event)
             if ttft_s is None and event.token_ids:

@@ -8,6 +8,7 @@ left out is greedy.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -185,6 +186,13 @@ def _sampling(fields: SamplingFields, **overrides: Any) -> SamplingParams:
         values["top_k"] = 0
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     values |= {"stop": tuple(stop or ()), "stop_token_ids": tuple(fields.stop_token_ids or ())}
-    params = SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    given = tuple([(name, value) for name, value in values.items() if value is not None])
+    return _params(given) if fields.logit_bias is None else _params.__wrapped__(given)  # a dict has no hash
+
+
+@functools.lru_cache(maxsize=64)
+def _params(given: tuple[tuple[str, Any], ...]) -> SamplingParams:
+    """The same object for the same values: the lines of a batch file seldom differ, and checking takes a while."""
+    params = SamplingParams(**dict(given))
     params.validate()
     return params
