@@ -64,6 +64,9 @@ class Reordering:
     def ranked(self, now: float) -> Iterator[Sequence]:  # noqa: ARG002
         return iter(sorted(self._sequences.values(), key=self.order_key))
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
     def order_key(self, sequence: Sequence) -> OrderKey:
         number = self._numbers[sequence.request_id]
         return (self._key(number, len(sequence.outputs)), number)

@@ -103,6 +103,11 @@ class Scheduler:
         """Tokens that an unfinished request has been given."""
         return len(self._live[request_id].outputs)
 
+    def details(self) -> dict[str, float]:
+        """What `status` shows of the policy and the cost model, by name."""
+        error = None if self.cost is None else self.cost.relative_error
+        return {**self.policy.counters(), **({} if error is None else {"cost_model_error": error})}
+
     def add(self, request: Request, now: float) -> None:
         """Take a request that the front end has resolved (see `Request`).
 

@@ -149,7 +149,8 @@ class Coordinator:
 
     def _details(self) -> dict[str, float]:
         free_bytes = [report.free_bytes for report in self._reports.values()]
-        return {"plans_in_flight": self._scheduler.num_in_flight, "min_free_bytes": min(free_bytes, default=0)}
+        own = {"plans_in_flight": self._scheduler.num_in_flight, "min_free_bytes": min(free_bytes, default=0)}
+        return {**own, **self._scheduler.details()}
 
     def _pause(self, has_worked: bool) -> list[EngineCommands]:
         """Sleep as long as fits the moment, and what commands have come."""

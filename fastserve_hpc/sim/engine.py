@@ -93,7 +93,8 @@ class SimulatedEngine:
         self._first_tokens: dict[int, float] = {}
         self._arrivals: Sequence[Arrival] = ()
         self._num_arrived = 0
-        self._in_last_plans: deque[set[int]] = deque([set()] * settings.num_stages, settings.num_stages)
+        window = 2 * settings.num_stages - 1
+        self._in_last_plans: deque[set[int]] = deque([set()] * window, window)
 
     def run(self, arrivals: Sequence[Arrival], until_drained: bool = True) -> None:
         """Until all requests are done; else until the last of them has begun to run."""

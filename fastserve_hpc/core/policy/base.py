@@ -37,5 +37,8 @@ class Policy(Protocol):
         however long the queue is.
         """
 
+    def counters(self) -> dict[str, float]:
+        """What `status` shows of it, by name: what it has done, and how many stand where."""
+
     def order_key(self, sequence: Sequence) -> OrderKey:
         """Where the sequence stands in `ranked` now: ascending, no two alike. For choosing whom to preempt."""

@@ -40,6 +40,9 @@ class Srpt:
     def ranked(self, now: float) -> Iterator[Sequence]:  # noqa: ARG002
         return (self._sequences[request_id] for _, request_id in self._order)
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
     def order_key(self, sequence: Sequence) -> OrderKey:
         return self._keys[sequence.request_id]
 

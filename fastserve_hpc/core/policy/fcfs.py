@@ -35,5 +35,8 @@ class Fcfs:
     def ranked(self, now: float) -> Iterator[Sequence]:  # noqa: ARG002
         return iter(self._queue.values())
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
     def order_key(self, sequence: Sequence) -> OrderKey:
         return (self._numbers[sequence.request_id],)

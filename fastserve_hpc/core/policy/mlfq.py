@@ -62,6 +62,9 @@ class Mlfq:
         self._scheduled_at = now
         return iter(self._levels)
 
+    def counters(self) -> dict[str, float]:
+        return {f"level_{level:g}": count for level, count in self._levels.counts().items()}
+
     def order_key(self, sequence: Sequence) -> OrderKey:
         entry = self._entries[sequence.request_id]
         return (entry.level, entry.order)
@@ -96,6 +99,7 @@ class PaperSkipJoin(Mlfq):
     def __init__(self, cost: CostModel, starvation_bound_s: float = STARVATION_BOUND_S):
         super().__init__(cost)
         self._bound_s = starvation_bound_s
+        self._num_promoted = 0
         self._by_wait: OrderedDict[int, _Entry] = OrderedDict()
         """The one first whose last progress is longest ago."""
 
@@ -115,6 +119,9 @@ class PaperSkipJoin(Mlfq):
         self._promote(now)
         return super().ranked(now)
 
+    def counters(self) -> dict[str, float]:
+        return {**super().counters(), "promoted": self._num_promoted}
+
     def _promote(self, now: float) -> None:
         """Those that have waited too long, to the tail of level 0; their wait begins again."""
         while self._by_wait:
@@ -122,6 +129,7 @@ class PaperSkipJoin(Mlfq):
             if now - entry.last_ran <= self._bound_s:
                 return
             entry.last_ran = now
+            self._num_promoted += 1
             self._by_wait.move_to_end(entry.sequence.request_id)
             self._move(entry, 0)
 

@@ -6,6 +6,7 @@ docs/scheduling.md explains each rule and says what it brings.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 
@@ -114,6 +115,11 @@ class SkipJoin:
         yield from self._prefilling
         for entry in self._waiting.ordered():
             yield entry.sequence
+
+    def counters(self) -> dict[str, float]:
+        done = {"replaced": self.num_replaced, "aged": self.num_aged, "pinned": self.num_pinned}
+        levels = Counter(entry.level for entry in self._entries.values())
+        return {**done, **{f"level_{level:g}": levels[level] for level in sorted(levels)}}
 
     def order_key(self, sequence: Sequence) -> OrderKey:
         entry = self._entries[sequence.request_id]

@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 
 from fastserve_hpc.core.sequence import Sequence
 
-_MAX_AGED = 32
-"""Of one look. It happens before every iteration, so no more than a batch is ever needed."""
+_MAX_AGED = 4
+"""Of one look, which comes before every iteration: more than finish in one on average."""
 
 _Heap = list[tuple[tuple[float, ...], int, "Entry"]]
 

@@ -69,6 +69,7 @@ def test_the_paper_promotes_those_who_have_waited_too_long() -> None:
     assert policy.order_key(long)[0] == 0
     assert order(policy, 9.5) == [0, 1], "the wait of the other began at its last progress"
     assert order(policy, 11.0) == [1, 0], "the long one was promoted again, to the tail"
+    assert policy.counters() == {"level_0": 2, "promoted": 3}
     policy.remove(long, is_complete=False)
     assert order(policy, 11.0) == [1]
 

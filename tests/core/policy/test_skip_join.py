@@ -182,6 +182,7 @@ class TestNobodyStarves:
         bench.now = bound * 1.01
         assert bench.order() == [runner.request_id, long.request_id, short.request_id]
         assert bench.policy.num_aged == 2
+        assert bench.policy.counters() == {"replaced": 0, "aged": 2, "pinned": 0, "level_2": 2, "level_5": 1}
         assert SkipJoin(1, COST, SkipJoinRules(aging=math.inf)).num_aged == 0
 
     def test_aging_ends_with_the_prompt(self) -> None:
