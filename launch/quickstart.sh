@@ -58,7 +58,7 @@ start_batch() {
     say "- submitting a batch file of $(wc -l <launch/prompts.jsonl) prompts in the background"
     # Not by the function above: that would be a shell of its own, and BATCH_PID its pid.
     "$VENV/bin/fastserve-hpc" batch --endpoint "$ENDPOINT" --input launch/prompts.jsonl --output "$RESULTS/results.jsonl" \
-        --overwrite --json >"$RESULTS/batch.json" 2>"$RESULTS/batch.log" </dev/null &
+        --overwrite --json --ttft >"$RESULTS/batch.json" 2>"$RESULTS/batch.log" </dev/null &
     BATCH_PID=$!
     until fastserve status --endpoint "$ENDPOINT" --json | grep -Eq '"(running|waiting)": [1-9]'; do
         kill -0 "$BATCH_PID" 2>/dev/null || break

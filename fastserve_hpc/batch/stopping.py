@@ -34,7 +34,8 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # A second signal must not change the exit status of a process that ends because of the first.
+            signal.signal(number, signal.SIG_IGN if self._was_told else handler)
 
     def interrupt(self) -> None:
         """From now on, as in the beginning, the first signal raises `StoppedError` wherever the main thread is."""
