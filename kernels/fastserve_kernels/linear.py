@@ -25,7 +25,10 @@ class LinearKernels(KernelBase):
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, up: Tensor | None = None, up_bias: Tensor | None = None
     ) -> PackedLinear:
-        """Copies bf16 `weight` [n, k] into the kernels' layout; with `up` [n, k] the two halves of a gated MLP."""
+        """Copies bf16 `weight` [n, k] into the kernels' layout; with `up` [n, k] the two halves of a gated MLP.
+
+        Several threads may pack at the same time.
+        """
         for part in (weight, up):
             check(part is None or (part.dtype == torch.bfloat16 and part.stride(-1) == 1), "weights must be bf16 rows")
         check(up is None or up.shape == weight.shape, "gate and up must have one shape")
@@ -66,8 +69,10 @@ class LinearKernels(KernelBase):
             out = x.new_empty(rows, weight.num_outputs, dtype=out_dtype)
         check(x.dtype == torch.bfloat16 and x.shape[1] == weight.num_inputs, "x must be bf16 [rows, num_inputs]")
         check((activation in GATED) == weight.gated, "a gated activation needs a weight packed with up, and only it")
+        check(residual is None or not weight.gated, "a gated linear takes no residual")
         check(out.shape == (rows, weight.num_outputs), "out must be [rows, num_outputs]")
         check(x.stride(1) == 1 and out.stride(1) == 1, "the last dimension must be contiguous")
+        check(out.data_ptr() != x.data_ptr() or rows == 0, "out must not be x")
         args = LinearArgs(
             x=x.data_ptr(),
             weight=weight.data.data_ptr(),

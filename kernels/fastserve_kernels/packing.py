@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -38,18 +39,20 @@ class WeightArena:
     translation of addresses costs a tenth of the bandwidth. A mapping lives as long as a tensor in it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._chunk: Tensor | None = None
         self._used = 0
 
     def take(self, num_elements: int) -> Tensor:
         """An uninitialised bf16 vector, aligned to 64 bytes."""
         nbytes = round_up(num_elements * 2, 64)
-        if self._chunk is None or self._used + nbytes > self._chunk.numel():
-            self._chunk = _map_huge(max(CHUNK, nbytes))
-            self._used = 0
-        part = self._chunk[self._used : self._used + nbytes].view(torch.bfloat16)[:num_elements]
-        self._used += nbytes
-        return part
+        with self._lock:
+            if self._chunk is None or self._used + nbytes > self._chunk.numel():
+                self._chunk = _map_huge(max(CHUNK, nbytes))
+                self._used = 0
+            part = self._chunk[self._used : self._used + nbytes]
+            self._used += nbytes
+        return part.view(torch.bfloat16)[:num_elements]
 
 
 def _map_huge(nbytes: int) -> Tensor:

@@ -21,7 +21,7 @@ class AttentionDot {
     config.set(5, 16, 64);
     config.set(6, rows, 32);
     config.set(7, 8, 64);
-    _tile_loadconfig(&config);
+    config.load();
   }
 
   ~AttentionDot() { _tile_release(); }
@@ -31,6 +31,7 @@ class AttentionDot {
   void scores(const bf16* q, const bf16* const* pages, int num_pages, float* scores) const {
     const bf16* k[kPages];
     for (int p = 0; p < kPages; ++p) k[p] = pages[p < num_pages ? p : 0];
+    memory_is_read();
     clear();
     int64_t d = 0;
     for (; d + 32 <= head_dim_; d += 32) {
@@ -63,6 +64,7 @@ class AttentionDot {
 
   // sums[rows][head_dim] += weights[rows][64] . v
   void accumulate(const bf16* weights, const bf16* const* pages, int num_pages, float* sums) const {
+    memory_is_read();
     int64_t d = 0;
     for (; d + 64 <= head_dim_; d += 64) {
       const int64_t stride = head_dim_ * 4;

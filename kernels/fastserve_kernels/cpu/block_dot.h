@@ -14,26 +14,28 @@ class BlockDot {
   static int panels(int64_t rows) { return rows == 1 ? 2 : kTilePanels; }
   static int64_t block_rows(int panels) { return panels > kTilePanels ? 1 : kTileRows; }
 
-  // acc[rows][panels * 32] = x[rows, kp] . panels[panels][kp / 2][32][2], summed along K in order from zero;
+  // sums[rows][panels * 32] = x[rows, kp] . panels[panels][kp / 2][32][2], summed along K in order from zero;
   // `cold`: the panels come from memory, which the hardware prefetches well enough
+  template <class Pending>
   void run(const bf16* x, int64_t ld_x, int rows, const bf16* w, int panels, int64_t kp, bool /*cold*/,
-           float* acc) {
+           Pending& pending, float* sums) {
+    pending.finish();
     if (panels == 2) {
-      rows_of<kTilePanels == 2 ? kTileRows : 1, 2>(x, ld_x, rows, w, kp, acc);
+      rows_of<kTilePanels == 2 ? kTileRows : 1, 2>(x, ld_x, rows, w, kp, sums);
     } else {
-      rows_of<kTileRows, 1>(x, ld_x, rows, w, kp, acc);
+      rows_of<kTileRows, 1>(x, ld_x, rows, w, kp, sums);
     }
   }
 
  private:
   template <int R, int P>
-  static void rows_of(const bf16* x, int64_t ld_x, int rows, const bf16* w, int64_t kp, float* acc) {
-    if (rows == R) return tile<R, P>(x, ld_x, w, kp, acc);
-    if constexpr (R > 1) rows_of<R - 1, P>(x, ld_x, rows, w, kp, acc);
+  static void rows_of(const bf16* x, int64_t ld_x, int rows, const bf16* w, int64_t kp, float* sums) {
+    if (rows == R) return tile<R, P>(x, ld_x, w, kp, sums);
+    if constexpr (R > 1) rows_of<R - 1, P>(x, ld_x, rows, w, kp, sums);
   }
 
   template <int R, int P>
-  static void tile(const bf16* x, int64_t ld_x, const bf16* w, int64_t kp, float* acc) {
+  static void tile(const bf16* x, int64_t ld_x, const bf16* w, int64_t kp, float* sums) {
     F16 sum[R][2 * P];
     for (auto& row : sum)
       for (auto& v : row) v = zero();
@@ -49,7 +51,7 @@ class BlockDot {
       }
     }
     for (int r = 0; r < R; ++r)
-      for (int j = 0; j < 2 * P; ++j) store(acc + (r * 2 * P + j) * 16, sum[r][j]);
+      for (int j = 0; j < 2 * P; ++j) store(sums + (r * 2 * P + j) * 16, sum[r][j]);
   }
 };
 

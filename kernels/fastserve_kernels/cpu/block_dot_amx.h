@@ -12,6 +12,9 @@ namespace FS_ISA {
 
 constexpr const char* kDotOrder = "steps of 32: even + odd";
 
+// GCC's tile loads do not say that they read memory: without this, stores before them may be moved behind them.
+static inline void memory_is_read() { __asm__ volatile("" ::: "memory"); }
+
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -23,6 +26,10 @@ struct alignas(64) TileConfig {
     rows[tile] = static_cast<uint8_t>(num_rows);
     row_bytes[tile] = static_cast<uint16_t>(bytes);
   }
+  void load() const {
+    __asm__ volatile("" ::"r"(this) : "memory");  // as above: all of this is read
+    _tile_loadconfig(this);
+  }
 };
 
 class BlockDot {
@@ -32,21 +39,25 @@ class BlockDot {
 
   ~BlockDot() { _tile_release(); }  // or every context switch would save 8 KB
 
-  // acc[rows][32] = x[rows, kp] . panel[kp / 2][32][2]; `cold`: the panel comes from memory
+  // sums[rows][32] = x[rows, kp] . panel[kp / 2][32][2]; `cold`: the panel comes from memory. Meanwhile `pending` is
+  // finished: the tiles leave the vector units idle, and what was just stored from tiles is slow to read back.
+  template <class Pending>
   void run(const bf16* x, int64_t ld_x, int rows, const bf16* panel, int /*panels*/, int64_t kp, bool cold,
-           float* acc) {
+           Pending& pending, float* sums) {
     configure(rows);
+    memory_is_read();
     const bf16* second = rows > 16 ? x + 16 * ld_x : nullptr;
     if (cold) {
-      multiply<true>(x, second, ld_x, panel, kp);
+      multiply<true>(x, second, ld_x, panel, kp, pending);
     } else {
-      multiply<false>(x, second, ld_x, panel, kp);
+      multiply<false>(x, second, ld_x, panel, kp, pending);
     }
-    _tile_stored(0, acc, kPanel * 4);
-    _tile_stored(1, acc + 16, kPanel * 4);
+    pending.finish();
+    _tile_stored(0, sums, kPanel * 4);
+    _tile_stored(1, sums + 16, kPanel * 4);
     if (second == nullptr) return;
-    _tile_stored(2, acc + 16 * kPanel, kPanel * 4);
-    _tile_stored(3, acc + 16 * kPanel + 16, kPanel * 4);
+    _tile_stored(2, sums + 16 * kPanel, kPanel * 4);
+    _tile_stored(3, sums + 16 * kPanel + 16, kPanel * 4);
   }
 
  private:
@@ -62,12 +73,14 @@ class BlockDot {
     for (int tile : kSecond) config.set(tile, second, 64);
     config.set(6, 16, 64);
     config.set(7, 16, 64);
-    _tile_loadconfig(&config);
+    config.load();
   }
 
-  template <bool Cold>
-  static void multiply(const bf16* x, const bf16* second, int64_t ld_x, const bf16* panel, int64_t kp) {
+  template <bool Cold, class Pending>
+  static void multiply(const bf16* x, const bf16* second, int64_t ld_x, const bf16* panel, int64_t kp,
+                       Pending& pending) {
     constexpr int64_t kStepElements = kStep * kPanel;
+    const int pending_rows = static_cast<int>((32 + kp / kStep - 1) / (kp / kStep));
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -83,10 +96,12 @@ class BlockDot {
       _tile_loadd(4, x + k, ld_x * 2);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
-      if (second == nullptr) continue;
-      _tile_loadd(5, second + k, ld_x * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      if (second != nullptr) {
+        _tile_loadd(5, second + k, ld_x * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      pending.advance(pending_rows);
     }
   }
 

@@ -68,6 +68,7 @@ Pool* fs_pool_create(int num_threads) { return pool_create(num_threads); }
 void fs_pool_destroy(Pool* pool) { pool_destroy(pool); }
 
 void fs_pack(Pool* pool, const PackArgs* args) {
+  const Region region(pool);
   const PackArgs& a = *args;
   const int64_t kp = round_up(a.k, kStep);
   const int64_t per_panel = a.up != nullptr ? kPanel / 2 : kPanel;

@@ -12,12 +12,21 @@ namespace FS_ISA {
 // out = x / rms(x) * weight, rounded once; n floats of weight. `out` may be x.
 template <class T>
 static inline void rms_norm_row(const T* x, const float* weight, float eps, T* out, int64_t n) {
-  F16 squares = zero();
-  for (int64_t i = 0; i < n; i += 16) {
-    const F16 v = load_first(x + i, n - i);
-    squares = fma(v, v, squares);
+  F16 squares[4] = {zero(), zero(), zero(), zero()};
+  int64_t whole = 0;
+  for (; whole + 64 <= n; whole += 64) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const F16 v = load(x + whole + 16 * j);
+      squares[j] = fma(v, v, squares[j]);
+    }
   }
-  const F16 scale = splat(1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(n) + eps));
+  for (int64_t i = whole; i < n; i += 16) {
+    const F16 v = load_first(x + i, n - i);
+    squares[0] = fma(v, v, squares[0]);
+  }
+  const float sum = reduce_add(add(add(squares[0], squares[1]), add(squares[2], squares[3])));
+  const F16 scale = splat(1.0f / __builtin_sqrtf(sum / static_cast<float>(n) + eps));
   for (int64_t i = 0; i < n; i += 16) {
     const F16 v = mul(mul(load_first(x + i, n - i), scale), load_first(weight + i, n - i));
     store_first(out + i, v, n - i);
@@ -49,29 +58,68 @@ static Input prepare_input(Pool* pool, const LinearArgs& a, int64_t kp) {
 
 static inline bool is_gated(int32_t activation) { return activation == kSiluMul || activation == kGeluTanhMul; }
 
-// Writes up to 16 finished values of one row, columns [col, col + 16).
-static inline void write_outputs(const LinearArgs& a, int64_t row, int64_t col, F16 v) {
-  const int64_t left = a.n - col;
-  if (a.activation == kRelu) v = max(v, zero());
-  if (a.residual != nullptr) v = add(v, load_first(a.residual + row * a.ld_residual + col, left));
-  if (a.out_is_float) {
-    store_first(static_cast<float*>(a.out) + row * a.ld_out + col, v, left);
-  } else {
-    store_first(static_cast<bf16*>(a.out) + row * a.ld_out + col, v, left);
+// What becomes of the sums of one panel and some rows. The kind of output is a template parameter, and what is absent
+// takes a neutral value: with a branch per vector this took as long as the products of a prompt.
+template <class Out, bool Residual, bool Gated>
+class PanelEnd {
+ public:
+  PanelEnd() = default;
+  PanelEnd(const LinearArgs& args, int64_t panel) : a_(&args), column_(panel * (Gated ? kPanel / 2 : kPanel)) {
+    for (int i = 0; i < 2; ++i) bias_[i] = args.bias == nullptr ? zero() : load(args.bias + panel * kPanel + 16 * i);
+    floor_ = splat(args.activation == kRelu ? 0.0f : -__builtin_inff());
   }
-}
 
-// acc: the 32 sums of one row and panel.
-static inline void finish_panel(const LinearArgs& a, int64_t row, int64_t panel, const float* acc) {
-  F16 first = load(acc), second = load(acc + 16);
-  if (a.bias != nullptr) {
-    first = add(first, load(a.bias + panel * kPanel));
-    second = add(second, load(a.bias + panel * kPanel + 16));
+  // sums: this panel's 32 of one row
+  void write(int64_t row, const float* sums) const {
+    constexpr int kVectors = Gated ? 1 : 2;
+    const bool whole = column_ + kVectors * 16 <= a_->n;
+    F16 v[2] = {add(load(sums), bias_[0]), add(load(sums + 16), bias_[1])};
+    if constexpr (Gated) v[0] = mul(gate(v[0], a_->activation), v[1]);
+    for (int i = 0; i < kVectors; ++i) {
+      const int64_t column = column_ + 16 * i;
+      if (!whole && column >= a_->n) break;
+      finish(row, column, whole ? 16 : a_->n - column, v[i]);
+    }
   }
-  if (is_gated(a.activation)) return write_outputs(a, row, panel * 16, mul(gate(first, a.activation), second));
-  write_outputs(a, row, panel * kPanel, first);
-  if (panel * kPanel + 16 < a.n) write_outputs(a, row, panel * kPanel + 16, second);
-}
+
+ private:
+  void finish(int64_t row, int64_t column, int64_t count, F16 v) const {
+    v = max(floor_, v);  // of a NaN and the floor, the NaN
+    if constexpr (Residual) v = add(v, load_first(a_->residual + row * a_->ld_residual + column, count));
+    store_first(static_cast<Out*>(a_->out) + row * a_->ld_out + column, v, count);
+  }
+
+  const LinearArgs* a_ = nullptr;
+  int64_t column_ = 0;
+  F16 bias_[2], floor_;
+};
+
+// A block of rows whose sums are complete and are yet to be written out.
+template <class End>
+class Pending {
+ public:
+  void set(const End* ends, int panels, int64_t row, int rows, const float* sums) {
+    ends_ = ends;
+    panels_ = panels;
+    row_ = row;
+    left_ = rows;
+    sums_ = sums;
+  }
+
+  void advance(int rows) {
+    for (; rows > 0 && left_ > 0; --rows, --left_, ++row_) {
+      for (int p = 0; p < panels_; ++p, sums_ += kPanel) ends_[p].write(row_, sums_);
+    }
+  }
+
+  void finish() { advance(left_); }
+
+ private:
+  const End* ends_ = nullptr;
+  int panels_ = 0, left_ = 0;
+  int64_t row_ = 0;
+  const float* sums_ = nullptr;
+};
 
 // As many rows as keep the inputs in the L2 cache while the panels pass by.
 static inline int64_t rows_per_group(int64_t kp) {
@@ -79,34 +127,49 @@ static inline int64_t rows_per_group(int64_t kp) {
   return fitting < 96 ? 96 : (fitting > 480 ? 480 : fitting);
 }
 
-static void linear(Pool* pool, const LinearArgs& a) {
-  const int64_t kp = round_up(a.k, kStep);
-  const Input input = prepare_input(pool, a, kp);
+template <class End>
+static void multiply(Pool* pool, const LinearArgs& a, const Input& input, int64_t kp) {
   const int64_t num_panels = is_gated(a.activation) ? round_up(a.n, 16) / 16 : round_up(a.n, kPanel) / kPanel;
   const int64_t group = rows_per_group(kp);
-  const int64_t num_groups = (a.rows + group - 1) / group;
-  // Pieces of two panels; a piece never spans two row groups because the groups are separate calls.
-  for (int64_t g = 0; g < num_groups; ++g) {
-    const int64_t row_begin = g * group;
+  for (int64_t row_begin = 0; row_begin < a.rows; row_begin += group) {
     const int64_t row_end = row_begin + group < a.rows ? row_begin + group : a.rows;
     parallel_for(pool, num_panels, 2, [&](int64_t begin, int64_t end, int) {
       BlockDot dots;
+      Pending<End> pending;
+      // One block is written out while the next is computed, be it of the same panel or of the next.
+      alignas(64) float sums[2][32 * 2 * kPanel];
+      End ends[2][2];
+      int turn = 0, panel_turn = 0;
       const int width = BlockDot::panels(row_end - row_begin);
-      for (int64_t panel = begin; panel < end;) {
+      for (int64_t panel = begin; panel < end; panel_turn ^= 1) {
         const int panels = end - panel >= width ? width : 1;
+        for (int p = 0; p < panels; ++p) ends[panel_turn][p] = End(a, panel + p);
         const int64_t block = BlockDot::block_rows(panels);
-        for (int64_t row = row_begin; row < row_end; row += block) {
+        for (int64_t row = row_begin; row < row_end; row += block, turn ^= 1) {
           const int rows = static_cast<int>(row_end - row < block ? row_end - row : block);
-          alignas(64) float acc[32 * 2 * kPanel];
           dots.run(input.x + row * input.ld, input.ld, rows, a.weight + panel * kPanel * kp, panels, kp,
-                   row == row_begin, acc);
-          for (int r = 0; r < rows; ++r)
-            for (int p = 0; p < panels; ++p) finish_panel(a, row + r, panel + p, acc + (r * panels + p) * kPanel);
+                   row == row_begin, pending, sums[turn]);
+          pending.set(ends[panel_turn], panels, row, rows, sums[turn]);
         }
         panel += panels;
       }
+      pending.finish();
     });
   }
+}
+
+static void linear(Pool* pool, const LinearArgs& a) {
+  const int64_t kp = round_up(a.k, kStep);
+  const Input input = prepare_input(pool, a, kp);
+  const bool residual = a.residual != nullptr;
+  if (is_gated(a.activation)) {
+    if (a.out_is_float) return multiply<PanelEnd<float, false, true>>(pool, a, input, kp);
+    return multiply<PanelEnd<bf16, false, true>>(pool, a, input, kp);
+  }
+  if (a.out_is_float && residual) return multiply<PanelEnd<float, true, false>>(pool, a, input, kp);
+  if (a.out_is_float) return multiply<PanelEnd<float, false, false>>(pool, a, input, kp);
+  if (residual) return multiply<PanelEnd<bf16, true, false>>(pool, a, input, kp);
+  multiply<PanelEnd<bf16, false, false>>(pool, a, input, kp);
 }
 
 }  // namespace FS_ISA

@@ -39,32 +39,43 @@ static inline F16 exp(F16 x) {
   return keep_if_ge(add_to_exponent(p, shifted), x, splat(-86.0f));
 }
 
-// 1 / x to about 1 ulp for 1 <= x < 1e37: a guess from the exponent, then Newton's steps. A division takes four times
-// as long, and the processors' own estimates differ.
+// 1 / x to about 1 ulp for 1 <= x < 1e37: a guess from the exponent, then Newton's steps. A division takes longer, and
+// the processors' own estimates differ.
 static inline F16 reciprocal(F16 x) {
   F16 r = subtract_bits(0x7ef311c3, x);
 #pragma GCC unroll 3
-  for (int i = 0; i < 3; ++i) r = fma(r, sub(splat(1.0f), mul(x, r)), r);
+  for (int i = 0; i < 3; ++i) r = fma(r, fnma(x, r, splat(1.0f)), r);
   return r;
 }
 
 static inline F16 tanh(F16 x) {  // 1 - 2 / (exp(2x) + 1)
   const F16 e = exp(min(mul(x, splat(2.0f)), splat(40.0f)));
-  return sub(splat(1.0f), mul(splat(2.0f), reciprocal(add(e, splat(1.0f)))));
+  return fnma(splat(2.0f), reciprocal(add(e, splat(1.0f))), splat(1.0f));
 }
 
-static inline F16 silu(F16 x) {  // x * 0 far below, for NaN too
-  const F16 sigmoid = reciprocal(add(splat(1.0f), exp(min(sub(zero(), x), splat(80.0f)))));
-  return mul(x, keep_if_ge(sigmoid, x, splat(-80.0f)));
+// 1 / (1 + exp(-x)) to some 1e-5 of it, which is a 200th of a rounding to bf16; 1e-35 instead of less.
+static inline F16 sigmoid(F16 x) {
+  const F16 bounded = min(splat(80.0f), max(splat(-80.0f), x));  // of a bound and a NaN, the NaN
+  const F16 t = mul(bounded, splat(-1.44269504f));
+  const F16 magic = splat(12582912.0f);
+  const F16 shifted = add(t, magic);
+  const F16 r = sub(t, sub(shifted, magic));
+  F16 p = splat(1.3333558146e-3f);  // 2^r, -0.5 <= r <= 0.5
+  p = fma(p, r, splat(9.6181291076e-3f));
+  p = fma(p, r, splat(5.5504108665e-2f));
+  p = fma(p, r, splat(2.4022650696e-1f));
+  p = fma(p, r, splat(6.9314718056e-1f));
+  p = fma(p, r, splat(1.0f));
+  return reciprocal(add(add_to_exponent(p, shifted), splat(1.0f)));
 }
 
-static inline F16 gelu_tanh(F16 x) {
-  const F16 cubic = fma(mul(mul(x, x), x), splat(0.044715f), x);
-  const F16 half = mul(x, splat(0.5f));
-  return fma(half, tanh(mul(cubic, splat(0.7978845608f))), half);
+// silu(x) = x sigmoid(x); gelu(x), in its form with tanh, is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+static inline F16 gate(F16 x, int32_t activation) {
+  const F16 bounded = max(splat(-80.0f), x);  // below, both are 0 to any precision
+  if (activation == kSiluMul) return mul(bounded, sigmoid(bounded));
+  const F16 cube = mul(mul(bounded, bounded), bounded);
+  return mul(bounded, sigmoid(mul(splat(1.5957691216f), fma(cube, splat(0.044715f), bounded))));
 }
-
-static inline F16 gate(F16 x, int32_t activation) { return activation == kSiluMul ? silu(x) : gelu_tanh(x); }
 
 // The first n of 16 values, the rest 0: ends of rows that are no multiple of 16.
 template <class T>

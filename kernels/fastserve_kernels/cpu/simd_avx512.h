@@ -21,6 +21,8 @@ static inline F16 sub(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
 static inline F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
 static inline F16 div(F16 a, F16 b) { return _mm512_div_ps(a, b); }
 static inline F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
+static inline F16 fnma(F16 a, F16 b, F16 c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
+// Of a NaN and a number, max and min give the second argument.
 static inline F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
 static inline F16 min(F16 a, F16 b) { return _mm512_min_ps(a, b); }
 static inline bool any_nan(F16 v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
