@@ -135,7 +135,7 @@ class Output:
     def write_result(self, item: BatchItem, generation: Generation, model: str, created: int) -> None:
         """The line of a request that was answered."""
         request_id = f"{'chatcmpl' if item.ask.kind == 'chat' else 'cmpl'}-{item.index}"
-        body = response_body(item.ask.kind, generation, model, request_id, created)
+        body = response_body(item.ask, generation, model, request_id, created)
         record: dict[str, Any] = {
             "id": f"{ID_PREFIX}{item.index}",
             "custom_id": item.custom_id,

@@ -62,7 +62,7 @@ class PlainProgress(LineProgress):
     """For people who read a log."""
 
     def __enter__(self) -> PlainProgress:
-        click.echo(f"batch: {self._total} lines", err=True)
+        click.echo(f"batch: {self._total} line{'' if self._total == 1 else 's'}", err=True)
         super().__enter__()
         return self
 

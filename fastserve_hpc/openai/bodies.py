@@ -25,7 +25,6 @@ _REFUSED = (
     "functions",
     "best_of",
     "suffix",
-    "echo",
     "guided_json",
     "guided_regex",
     "guided_choice",
@@ -89,6 +88,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionBody(SamplingFields, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 class ChatBody(SamplingFields, frozen=True, kw_only=True):
@@ -106,18 +106,36 @@ class Ask:
     prompt: Prompt
     sampling: SamplingParams
     model: str | None = None
+    echo: bool = False
+    """Whether the answer begins with the prompt and, if log-probabilities are wanted, with its."""
+    scores_only: bool = False
+    """Whether nothing is to be generated (max_tokens 0). The engine then samples one token, which costs nothing
+    beside the prompt, and the response leaves it out."""
 
 
 def parse_body(kind: Kind, body: dict[str, Any]) -> Ask:
     """The meaning of a request body. Raises `RequestError` naming the field that is wrong."""
     _refuse_unsupported(body)
     if kind == "chat":
+        if body.get("echo"):
+            raise RequestError("echo is not supported in a chat: leave it out", code="unsupported")
         chat = _convert(body, ChatBody)
         if not chat.messages:
             raise RequestError("messages is empty: it must hold at least 1 message")
         return Ask(kind, [message.as_dict() for message in chat.messages], _chat_sampling(chat), chat.model)
-    completion = _convert(body, CompletionBody)
-    return Ask(kind, _prompt(completion.prompt), _sampling(completion, logprobs=completion.logprobs), completion.model)
+    return _completion_ask(_convert(body, CompletionBody))
+
+
+def _completion_ask(body: CompletionBody) -> Ask:
+    echo, scores_only = bool(body.echo), body.max_tokens == 0
+    values: dict[str, Any] = {"logprobs": body.logprobs}
+    if echo and body.logprobs is not None:
+        values["prompt_logprobs"] = body.logprobs
+    if scores_only:
+        if not echo or (body.n or 1) != 1:
+            raise RequestError("max_tokens is 0: that returns the prompt's scores, which needs echo: true and n 1")
+        values |= {"max_tokens": 1, "logprobs": None}
+    return Ask("completion", _prompt(body.prompt), _sampling(body, **values), body.model, echo, scores_only)
 
 
 def field_names(kind: Kind) -> frozenset[str]:

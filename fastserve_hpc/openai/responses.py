@@ -9,36 +9,44 @@ from typing import Any
 
 from fastserve_hpc.client.results import Choice, Generation
 from fastserve_hpc.core.plan import TokenLogprobs
-from fastserve_hpc.openai.bodies import Kind
+from fastserve_hpc.openai.bodies import Ask
 
 
-def response_body(kind: Kind, generation: Generation, model: str, response_id: str, created: int) -> dict[str, Any]:
+def response_body(ask: Ask, generation: Generation, model: str, response_id: str, created: int) -> dict[str, Any]:
     """The body that the OpenAI API would answer with."""
-    choice = _chat_choice if kind == "chat" else _completion_choice
-    usage = generation.usage
+    is_chat = ask.kind == "chat"
+    num_prompt_tokens = generation.usage.prompt_tokens
+    num_tokens = 0 if ask.scores_only else generation.usage.completion_tokens
     body: dict[str, Any] = {
         "id": response_id,
-        "object": "chat.completion" if kind == "chat" else "text_completion",
+        "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": [choice(answer) for answer in generation.choices],
+        "choices": [
+            _chat_choice(answer) if is_chat else _completion_choice(ask, generation, answer)
+            for answer in generation.choices
+        ],
         "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
         },
     }
-    if generation.prompt_logprobs:
+    if generation.prompt_logprobs and not ask.echo:
         body["prompt_logprobs"] = [_prompt_logprob(entry) for entry in generation.prompt_logprobs]
     return body
 
 
-def _completion_choice(answer: Choice) -> dict[str, Any]:
+def _completion_choice(ask: Ask, generation: Generation, answer: Choice) -> dict[str, Any]:
+    text = ask.prompt if ask.echo and isinstance(ask.prompt, str) else ""
+    entries: list[TokenLogprobs | None] = list(generation.prompt_logprobs) if ask.echo else []
+    if not ask.scores_only:
+        text, entries = text + answer.text, [*entries, *answer.logprobs]
     return {
         "index": answer.index,
-        "text": answer.text,
-        "finish_reason": answer.finish_reason,
-        "logprobs": _completion_logprobs(answer.logprobs) if answer.logprobs else None,
+        "text": text,
+        "finish_reason": "length" if ask.scores_only else answer.finish_reason,
+        "logprobs": _completion_logprobs(entries) if entries else None,
     }
 
 
@@ -55,11 +63,14 @@ def _chat_choice(answer: Choice) -> dict[str, Any]:
     }
 
 
-def _completion_logprobs(entries: list[TokenLogprobs]) -> dict[str, Any]:
+def _completion_logprobs(entries: list[TokenLogprobs | None]) -> dict[str, Any]:
+    """None stands for the first token of a prompt, which nothing comes before; without a tokenizer not even its id
+    is known.
+    """
     return {
-        "tokens": [_name(entry.token_id) for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [{_name(token_id): logprob for token_id, logprob in entry.top} for entry in entries],
+        "tokens": [entry and _name(entry.token_id) for entry in entries],
+        "token_logprobs": [entry and entry.logprob for entry in entries],
+        "top_logprobs": [entry and {_name(token_id): logprob for token_id, logprob in entry.top} for entry in entries],
     }
 
 

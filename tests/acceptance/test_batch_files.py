@@ -75,6 +75,27 @@ def test_every_kind_of_wrong_line_costs_only_itself(start_server: Callable[..., 
     assert sorted(ids) == sorted(f"good-{i}" for i in range(20))
 
 
+def test_scores_of_given_texts(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    server = start_server("--model", "fake", "--max-batch-tokens", "16").wait_ready()
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts: list[Any] = ["a text that is longer than a chunk of the prompt", [5, 6, 7]]
+    lines = [openai(f"s{i}", prompt=p, max_tokens=0, echo=True, logprobs=2) for i, p in enumerate(prompts)]
+    source.write_bytes(b"\n".join([*lines, openai("g", prompt=[5, 6, 7], echo=True, logprobs=2)]))
+    result = server.run(
+        "batch", "--endpoint", "default", "--input", str(source), "--output", str(output), "--order", "input"
+    )
+    assert result.returncode == 0, result.stderr
+    text, ids, both = (r["response"]["body"] for r in records(output))
+    assert text["choices"][0]["text"] == prompts[0]
+    for body, num_tokens in ((text, text["usage"]["prompt_tokens"]), (ids, 3), (both, 6)):
+        logprobs = body["choices"][0]["logprobs"]
+        assert [len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs")] == [num_tokens] * 3
+        assert logprobs["token_logprobs"][0] is None
+        assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert both["choices"][0]["logprobs"]["tokens"][1:3] == ["token_id:6", "token_id:7"]
+    assert ids["usage"]["completion_tokens"] == 0
+
+
 def write_lines(path: Path, count: int, max_tokens: int) -> list[str]:
     ids = [f"l{i}" for i in range(count)]
     lines = [{"custom_id": id, "prompt": id, "max_tokens": max_tokens, "ignore_eos": True} for id in ids]

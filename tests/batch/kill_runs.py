@@ -88,9 +88,12 @@ class Case:
 
 def fork_run(files: BatchFiles) -> int:
     """The process that runs it; its exit status is the command's."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # as rank 0 starts it
     pid = os.fork()
     if pid == 0:
         _run_and_exit(files)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     return pid
 
 
@@ -105,6 +108,8 @@ def _run_and_exit(files: BatchFiles) -> NoReturn:
         code = error.exit_code
         if code != 75:
             print(f"run failed: {error}", flush=True)
+    except KeyboardInterrupt:  # when all was done
+        code = 75
     except BaseException:
         print(traceback.format_exc(), flush=True)
     finally:

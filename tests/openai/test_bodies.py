@@ -94,7 +94,8 @@ def test_a_list_of_one_prompt_is_that_prompt(prompt: list[Any]) -> None:
         ("completion", {"prompt": ["a", "b"]}, "prompt"),
         ("completion", {"prompt": [1, True]}, "prompt"),
         ("completion", {}, "prompt"),
-        ("completion", {"prompt": "x", "echo": True}, "echo"),
+        ("completion", {"prompt": "x", "max_tokens": 0, "echo": True, "n": 2}, "max_tokens"),
+        ("chat", chat(echo=True), "echo"),
         ("completion", {"prompt": "x", "best_of": 3}, "best_of"),
         ("completion", {"prompt": "x", "max_tokens": "5"}, "max_tokens"),
         ("completion", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
@@ -124,3 +125,12 @@ def test_field_names_tell_the_kinds_apart() -> None:
     assert "messages" in field_names("chat")
     assert "messages" not in field_names("completion")
     assert {"top_k", "seed"} <= field_names("completion")
+
+
+def test_scores_of_a_prompt_are_asked_for_with_one_token_to_throw_away() -> None:
+    ask = parse_body("completion", {"prompt": "x", "echo": True, "logprobs": 3, "max_tokens": 0})
+    assert (ask.echo, ask.scores_only) == (True, True)
+    assert (ask.sampling.max_tokens, ask.sampling.prompt_logprobs, ask.sampling.logprobs) == (1, 3, None)
+    ask = parse_body("completion", {"prompt": "x", "echo": True, "logprobs": 3, "max_tokens": 7})
+    assert (ask.echo, ask.scores_only) == (True, False)
+    assert (ask.sampling.max_tokens, ask.sampling.prompt_logprobs, ask.sampling.logprobs) == (7, 3, 3)
