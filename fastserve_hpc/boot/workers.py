@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from fastserve_hpc.boot.heap import keep_freed_memory
 from fastserve_hpc.boot.models import ServedModel, Weights
 from fastserve_hpc.boot.world import NodePlace, World
 from fastserve_hpc.config import EngineConfig
@@ -72,6 +73,8 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
     link_bytes = config.max_batch_tokens * weights.spec.hidden_size * chosen.dtype.itemsize
     comm = world.comm(link_bytes, device, chosen.kernels)
     stage = load_model(weights.files, weights.spec, world.topology, comm, chosen.dtype, device, chosen.ops)
+    if device.type == "cpu":
+        keep_freed_memory()
     world.say(f"loaded {model.name} in {time.perf_counter() - began:.1f} s")
     shape = KVShape.of(weights.spec, world.topology, config.block_size, chosen.dtype)
     memory, size = _divide_memory(config, shape, place, device, model, world)
