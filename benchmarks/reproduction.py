@@ -90,10 +90,10 @@ SETUPS = (
 
 INTRODUCTION = """# The authors' curves and ours
 
-Written by `python benchmarks/reproduction.py`; do not edit. Simulated with the server's own scheduler: ShareGPT lengths
-(quantiles), Poisson arrivals, {requests} requests a run, {seeds} seed(s) a point, batch 16, chunks of 2,048 tokens,
-memory for all KV. Seconds per output token from arrival to end. A *crossing* is the rate at which a curve first rises above
-{limit} s/token, between its points linearly; the factor is that crossing over the one of fcfs.
+Written by `python benchmarks/reproduction.py`; do not edit. Simulated with the server's own scheduler: ShareGPT
+lengths (quantiles), Poisson arrivals, {requests} requests a run, {seeds} seed(s) a point, batch 16, chunks of 2,048
+tokens, memory for all KV. Seconds per output token from arrival to end. A *crossing* is the rate at which a curve
+first rises above {limit} s/token, between its points linearly; the factor is that crossing over the one of fcfs.
 """
 
 DIFFERENCES = """
@@ -105,13 +105,14 @@ DIFFERENCES = """
   4 tokens and prompts over 1,024 are left out, as the usual benchmark scripts do; the authors' own sample is not known.
 - **The machine.** Our times are linear in what an iteration holds, from data-sheet numbers at fixed efficiencies; the
   authors' come from FasterTransformer kernels.
-- **OPT-66B and 175B** gain less here than the authors report. Their GPU counts come from
-  the paper's notes. With 16 requests over both stages and a mean answer of 338 tokens fcfs saturates well before the
-  authors' fcfs does, so their answers must be shorter or their batch counts per stage; and the nearer the shortest
-  possible time per token is to {limit} s, the less any order can gain before it crosses.
+- **OPT-66B and 175B** gain less here than the authors report. Their GPU counts come from the paper's notes. With 16
+  requests over both stages and a mean answer of 338 tokens fcfs saturates well before the authors' fcfs does, so
+  their answers must be shorter or their batch counts per stage; and the nearer the shortest possible time per token
+  is to {limit} s, the less any order can gain before it crosses.
 - **Naive MLFQ** is not in between: in the mean it is level with the paper's rule or better. ShareGPT prompts are
   short beside their answers, so there is little to skip, and memory, which it wastes most, is free here. What the
-  paper's promotion after {bound:g} s and our aging and oldest share buy is the tail and the longest wait, and the mean pays.
+  paper's promotion after {bound:g} s and our aging and oldest share buy is the tail and the longest wait, and the
+  mean pays.
 - **Memory** is left out on purpose: the order alone is compared. The authors' systems swap.
 """
 
