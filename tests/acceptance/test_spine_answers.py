@@ -39,8 +39,9 @@ def questions() -> list[str]:
     if shared.exists():
         lines = [json.loads(line)["turns"][0] for line in shared.read_text().splitlines()]
     else:
-        own = next(REPOSITORY.rglob("prompts.jsonl")).read_text().splitlines()
-        lines = [json.loads(line)["body"]["messages"][-1]["content"] for line in own]
+        own = (REPOSITORY / "launch" / "prompts.jsonl").read_text().splitlines()
+        chats = [json.loads(line)["body"].get("messages") for line in own]
+        lines = [messages[-1]["content"] for messages in chats if messages]
     return lines[:NUM_PROMPTS]
 
 
