@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
