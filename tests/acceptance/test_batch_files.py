@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support import Server
 
 COMMAND = [sys.executable, "-m", "fastserve_hpc", "batch"]
@@ -135,6 +137,33 @@ def test_kills_of_the_run_and_of_its_server(start_server: Callable[..., Server],
     assert run.returncode == 0, errors
     assert "waiting up to 60 s for it to come back" in errors
     assert all_succeeded(output, ids)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_on_a_real_model(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    server = start_server("--model", "smollm2-135m", "--max-model-len", "256", "--max-batch", "8").wait_ready()
+    source = tmp_path / "in.jsonl"
+    lines = [{"custom_id": f"q{i}", "prompt": f"{i} is a number that", "max_tokens": 12} for i in range(64)]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    command = [*COMMAND, "--endpoint", "default", "--input", str(source), "--in-flight", "16", "--order", "input"]
+    rng, texts, num_in_the_middle = random.Random(3), {}, 0
+    for name, num_kills in (("whole", 0), ("killed", 10)):
+        output = tmp_path / name
+        for _ in range(num_kills):
+            run = subprocess.Popen([*command, "--output", str(output)], env=server.env, stderr=subprocess.DEVNULL)
+            time.sleep(rng.uniform(0.5, 2.5))
+            run.kill()
+            run.wait()
+            if output.exists():
+                os.truncate(output, rng.randint(output.stat().st_size // 2, output.stat().st_size))
+                num_in_the_middle += output.stat().st_size > 0
+        done = subprocess.run([*command, "--output", str(output)], env=server.env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        texts[name] = [(r["custom_id"], r["response"]["body"]["choices"]) for r in records(output)]
+    assert [custom_id for custom_id, _ in texts["whole"]] == [line["custom_id"] for line in lines]
+    assert texts["killed"] == texts["whole"]
+    assert num_in_the_middle >= 3
 
 
 def test_two_stop_signals_leave_no_wrong_results(tmp_path: Path) -> None:
