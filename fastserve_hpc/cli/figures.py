@@ -1,4 +1,4 @@
-"""Figures of measured and simulated curves. Needs matplotlib, which no install brings along."""
+"""Figures of measured and simulated curves. Needs matplotlib, an extra of the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draw_curves(points: Sequence[Point], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--figure needs matplotlib: pip install matplotlib") from None
+        raise ConfigError("--figure needs matplotlib: pip install 'fastserve-hpc[figures]'") from None
     from fastserve_hpc.sim.report import curve, grouped, latency
 
     groups = grouped(points)

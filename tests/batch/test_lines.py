@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from fastserve_hpc.batch.lines import Inputs
 from fastserve_hpc.batch.linesets import HashSet, LineSet
@@ -21,7 +22,6 @@ def lines_of(*paths: Path) -> list[bytes]:
 
 
 def test_gzip_and_zstd_by_suffix(tmp_path: Path) -> None:
-    zstandard = pytest.importorskip("zstandard")
     packed = {"a.gz": gzip.compress(TEXT), "a.zst": zstandard.compress(TEXT[:9]) + zstandard.compress(TEXT[9:])}
     for name, content in packed.items():
         (tmp_path / name).write_bytes(content)

@@ -42,7 +42,6 @@ def test_a_trace_and_a_table(tmp_path: Path) -> None:
 
 
 def test_a_figure(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "curves.png"
     assert simulate("--policy", "fcfs,mlfq", "--rate", "1,3", "--figure", str(path)).exit_code == 0
     assert path.read_bytes().startswith(b"\x89PNG")
