@@ -79,8 +79,8 @@ def load(path: Path, output: Path) -> Manifest | None:
 
 
 def save(path: Path, manifest: Manifest) -> None:
-    """Whole and on disk, or not at all. Raises `OSError`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Whole and on disk, or not at all; the output's lock is held. Raises `OSError`."""
+    temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
         file.flush()

@@ -201,13 +201,18 @@ def _show(ending: Ending, batch: BatchOptions) -> ExitCode:
     summary = ending.counts.summary()
     text = json.dumps({**summary, "lines": ending.total, "output": str(batch.output)})
     if not batch.as_json:
-        text = _summary_line(summary, batch.output)
+        text = (_merge_line if batch.merge else _summary_line)(summary, batch.output)
     click.echo(text, err=str(batch.output) == "-")
     if ending.stopped is not None:
         done = f"{ending.counts.finished} of {ending.total} lines are done; run the same command again to go on"
         click.echo(f"error: {ending.stopped}; {done}", err=True)
         return ExitCode.STOPPED_EARLY
     return ExitCode.SOME_LINES_FAILED if ending.counts.all_failed else ExitCode.DONE
+
+
+def _merge_line(summary: dict[str, Any], output: Path) -> str:
+    skipped = f", {summary['skipped']} were there already" if summary["skipped"] else ""
+    return f"{summary['requests']} records merged, {summary['failed']} of them errors{skipped}; results in {output}"
 
 
 def _summary_line(summary: dict[str, Any], output: Path) -> str:

@@ -119,6 +119,7 @@ def test_shards_are_merged_in_the_order_of_the_input(run: Run, tmp_path: Path, f
     assert "2 lines are in none of the merged files; 1 of 3 lines are done" in missing.stderr
     merged = run(*merge, "--merge", parts[0])
     assert merged.exit_code == 0, merged.output
+    assert "2 records merged, 0 of them errors, 1 were there already" in merged.stdout
     assert [record["custom_id"] for record in output_of(files)] == ["line-1", "line-2", "line-3"]
     assert run("batch", "--endpoint", "demo", *files, "--shard", "2/2").exit_code == 2
     assert run("batch", *files, "--merge", files[1]).exit_code == 2
