@@ -75,15 +75,16 @@ class Generation:
 
 
 class Collector:
-    """Adds events up."""
+    """Adds the events of `n` choices up."""
 
     def __init__(self, n: int) -> None:
-        self._choices = [Choice(i) for i in range(n)]
+        self._num_choices = n
+        self._choices: dict[int, Choice] = {}  # made as they come: the server refuses an `n` that is out of reason
         self._prompt_logprobs: list[TokenLogprobs | None] = []
         self._usages: dict[int, Usage] = {}
 
     def add(self, event: Event) -> None:
-        choice = self._choices[event.choice]
+        choice = self._choices.setdefault(event.choice, Choice(event.choice))
         choice.text += event.text
         choice.token_ids += event.token_ids
         choice.logprobs += event.logprobs
@@ -100,4 +101,5 @@ class Collector:
     def generation(self) -> Generation:
         prompt_tokens = max((u.prompt_tokens for u in self._usages.values()), default=0)
         completion_tokens = sum(u.completion_tokens for u in self._usages.values())
-        return Generation(self._choices, self._prompt_logprobs, Usage(prompt_tokens, completion_tokens))
+        choices = [self._choices.get(i, Choice(i)) for i in range(self._num_choices)]
+        return Generation(choices, self._prompt_logprobs, Usage(prompt_tokens, completion_tokens))

@@ -139,6 +139,8 @@ def test_refused_values_raise_here_or_there_and_cost_nothing_else(door: FrontDoo
                 client.generate(prompt, max_tokens=1)
         with pytest.raises(RequestError, match="n is 0"):
             client.generate("x", n=0)
+        with pytest.raises(RequestError, match="n is 4611686018427387904"):
+            client.generate("x", n=2**62)  # nothing is made for so many
         with pytest.raises(RequestError, match="temperature"):
             client.generate("x", temperature="hot")
         with pytest.raises(TypeError, match="max_token"):
