@@ -22,7 +22,7 @@ from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.models.weights import WeightReader
 from fastserve_hpc.ops import AttentionBatch, LayerShape, LayerStack, LayerWeights, Norm, Rope
 
-_TOKENS_AT_ONCE = 64
+_TOKENS_AT_ONCE = 256
 """Layers times tokens between two calls of `comm.progress`: some milliseconds of a small model's time."""
 
 
