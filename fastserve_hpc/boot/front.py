@@ -91,6 +91,7 @@ class Front:
             Backoff(),
             drain_s=self._server.drain_s,
             check_abort=world.check,
+            say=world.say,
         )
 
     def _announce(self, endpoint: Endpoint, coordinator: Coordinator) -> None:

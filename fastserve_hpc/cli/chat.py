@@ -112,7 +112,8 @@ def _answer(client: Any, line: str, conversation: Conversation, sampling: dict[s
     events = None
     try:
         events = client.stream(conversation.messages(), **sampling)
-        follow(events, 1, show)
+        if follow(events, 1, show).was_cut_off:
+            console.print("[dim] (cut off: the server is ending)[/dim]", end="")
     except KeyboardInterrupt:
         if events is not None:
             events.close()

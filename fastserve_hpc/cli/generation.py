@@ -19,6 +19,11 @@ class Timed:
     ttft_s: float | None
     latency_s: float
 
+    @property
+    def was_cut_off(self) -> bool:
+        """The server ended before an answer did."""
+        return any(choice.finish_reason == "cancelled" for choice in self.generation.choices)
+
     def record(self) -> dict[str, Any]:
         """What `submit --json` prints; the first choice is spelled out on the top level."""
         choices = [

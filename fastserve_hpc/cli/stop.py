@@ -38,11 +38,17 @@ def command(endpoint: str | None, job: str | None, now: bool, wait_s: float) -> 
 
 def _wait_until_gone(client: Any, wait_s: float) -> bool:
     deadline = time.monotonic() + wait_s
+    has_said = False
     while time.monotonic() < deadline:
         try:
-            if client.status().state == "ended":
-                return True
+            status = client.status()
         except EndpointError:
             return True
+        if status.state == "ended":
+            return True
+        unfinished = status.running + status.waiting
+        if unfinished and not has_said:
+            click.echo(f"waiting for {unfinished} request{'s' if unfinished > 1 else ''} to finish", err=True)
+            has_said = True
         time.sleep(_POLL_S)
     return False

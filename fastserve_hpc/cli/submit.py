@@ -11,7 +11,7 @@ import click
 
 from fastserve_hpc.cli.generation import Timed, follow
 from fastserve_hpc.cli.options import endpoint_options, input_path, json_option, output_path, sampling_options
-from fastserve_hpc.errors import ConfigError, ExitCode
+from fastserve_hpc.errors import ConfigError, ExitCode, StoppedError
 
 _EPILOG = """\b
 A question, a file's text, a pipe, a text to go on with:
@@ -50,6 +50,8 @@ def command(
     from fastserve_hpc.client import Client
 
     content = _the_prompt(text, prompt, file)
+    if not (content if raw else content.strip()):
+        raise ConfigError("the prompt is empty")
     what = _as_chat(content, system) if not raw else _as_text(content, system)
     live = n == 1 and not as_json
     with Client(endpoint, job=job) as client:
@@ -58,6 +60,8 @@ def command(
     if stats is not None:
         with stats.open("a", encoding="utf-8") as out:
             out.write(json.dumps(answer.timing()) + "\n")
+    if answer.was_cut_off:
+        raise StoppedError("the server ended before the answer was finished")
     return ExitCode.DONE
 
 

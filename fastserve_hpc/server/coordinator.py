@@ -72,9 +72,13 @@ class Coordinator:
         *,
         drain_s: float = 25.0,
         check_abort: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`check_abort` is called every turn and raises when the run is to end; `drain_s` bounds a drain."""
+        """`check_abort` is called every turn and raises when the run is to end; `drain_s` bounds a drain.
+
+        `say` takes news for the log.
+        """
         self._scheduler = scheduler
         self._control = control
         self._worker = worker
@@ -83,6 +87,7 @@ class Coordinator:
         self._backoff = backoff
         self._drain_s = drain_s
         self._check_abort = check_abort
+        self._say = say
         self._clock = clock
         self._started = clock()
         self._state: EngineState = "starting"
@@ -215,6 +220,8 @@ class Coordinator:
         if self._state == "ready":
             self._enter("draining")
             self._deadline = self._clock() + self._drain_s
+            if mode == "finish" and (unfinished := len(self._scheduler.request_ids())):
+                self._say(f"ending: {_requests(unfinished)} may take {self._drain_s:g} s to finish")
         if mode == "now":
             self._cancel_all()
 
@@ -236,7 +243,13 @@ class Coordinator:
             self._queue.send(EngineOutput(deltas=deltas))
 
     def _end(self) -> None:
+        if self._num_cancelled:
+            self._say(f"{_requests(self._num_cancelled)} could not finish before the end")
         plan = self._scheduler.shutdown()
         self._control.publish(plan)
         self._worker.execute(plan)
         self._enter("ended")
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' if count > 1 else ''}"

@@ -57,4 +57,4 @@ def test_stop_says_when_it_does_not_wait_longer(run: Run, server: FakeServer, mo
     monkeypatch.setattr(server, "current_status", lambda: server.status)
     result = run("stop", "--wait", "0.3")
     assert result.exit_code == 75
-    assert "still draining after 0.3 s" in result.stderr
+    assert result.stderr.startswith("waiting for 3 requests to finish\nstill draining after 0.3 s")

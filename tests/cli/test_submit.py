@@ -8,7 +8,9 @@ import pytest
 from click.testing import Result
 from fake_client import FakeServer
 
+from fastserve_hpc.client.results import Event
 from fastserve_hpc.errors import RequestError
+from fastserve_hpc.protocol import Usage
 
 Run = Callable[..., Result]
 
@@ -84,3 +86,20 @@ def test_a_refusal_is_one_line(run: Run, server: FakeServer) -> None:
     server.errors["long"] = [RequestError("the prompt has 9 tokens too many")]
     result = run("submit", "long")
     assert (result.exit_code, result.stderr) == (2, "error: the prompt has 9 tokens too many\n")
+
+
+@pytest.mark.parametrize("args", [("",), (" \n",), ("-",), ()])
+def test_an_empty_prompt_is_not_sent(run: Run, server: FakeServer, args: tuple[str, ...]) -> None:
+    result = run("submit", *args, input="\n")
+    assert (result.exit_code, result.stderr) == (2, "error: the prompt is empty\n")
+    assert server.requests == []
+
+
+def test_an_answer_that_the_server_did_not_finish(
+    run: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = [Event(0, "half an", [7], "cancelled", [], [], Usage(1, 1))]
+    monkeypatch.setattr(server, "answer", lambda *_: cut)
+    result = run("submit", "x")
+    assert (result.exit_code, result.stdout) == (75, "half an\n")
+    assert "the server ended before the answer was finished" in result.stderr

@@ -130,6 +130,7 @@ class Setup:
         num_blocks: int = NUM_BLOCKS,
     ):
         self.queue = Script(*turns)
+        self.news: list[str] = []
         self.second = second
         self.worker = FakeWorker(BLOCK_SIZE, num_blocks, has_result=second is None)
         self.backoff = CountedBackoff()
@@ -145,6 +146,7 @@ class Setup:
             self.backoff,
             drain_s=10.0,
             check_abort=check_abort,
+            say=self.news.append,
             clock=clock,
         )
 
@@ -279,6 +281,15 @@ class TestDrain:
         queue = setup.run()
         assert queue.reasons == {1: "cancelled"}
         assert len(queue.tokens(1)) == 5
+        assert setup.news == [
+            "ending: 1 request may take 10 s to finish",
+            "1 request could not finish before the end",
+        ]
+
+    def test_an_idle_server_ends_without_news(self) -> None:
+        setup = Setup(EngineCommands(drain="finish"))
+        setup.run()
+        assert setup.news == []
 
     def test_now_after_finish(self) -> None:
         turns = (EngineCommands(drain="finish"), None, EngineCommands(drain="now"))
