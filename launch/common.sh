@@ -35,7 +35,9 @@ run_step() {
     local log=$1 text=$2 start=$SECONDS next=$((SECONDS + 10)) code=0 line
     shift 2
     say "- $text"
-    "$@" >"$log" 2>&1 &
+    set -m # a process group of its own, so that end_process ends what pip and the compiler have started, too
+    "$@" >"$log" 2>&1 </dev/null &
+    set +m
     STEP_PID=$!
     while kill -0 "$STEP_PID" 2>/dev/null; do
         sleep 0.2
@@ -72,11 +74,12 @@ install_once() {
     printf '%s\n' "$stamp" >"$venv/.installed"
 }
 
-# end_process PID: SIGTERM, ten seconds to leave, SIGKILL.
+# end_process PID: SIGTERM, ten seconds to leave, SIGKILL; to its whole group where it leads one.
 end_process() {
-    local pid=$1 tries=100
-    kill -TERM "$pid" 2>/dev/null || return 0
-    while kill -0 "$pid" 2>/dev/null && ((tries-- > 0)); do sleep 0.1; done
-    kill -KILL "$pid" 2>/dev/null || true
+    local pid=$1 tries=100 target=$1
+    kill -0 -- "-$pid" 2>/dev/null && target=-$pid
+    kill -TERM -- "$target" 2>/dev/null || return 0
+    while kill -0 -- "$target" 2>/dev/null && ((tries-- > 0)); do sleep 0.1; done
+    kill -KILL -- "$target" 2>/dev/null || true
     wait "$pid" 2>/dev/null || true
 }

@@ -124,11 +124,13 @@ ask_meanwhile
 wait_for_batch
 "$VENV/bin/python" launch/quickstart_report.py "$RESULTS/batch.json" "$RESULTS/interactive.jsonl"
 stop_server
+own_venv=''
+[ "$VENV" = .venv ] || own_venv="VENV=$VENV "
 cat <<END
 
 Results of the batch: ${RESULTS#"$PWD"/}/results.jsonl ($(wc -l <"$RESULTS/results.jsonl") lines)
-All of it took $SECONDS s. To try next:
-  launch/local.sh -n 2 serve --pp 2                 # a server on two ranks, until Ctrl-C
-  $VENV/bin/fastserve-hpc chat                      # in another terminal: talk to it
-  $VENV/bin/fastserve-hpc batch --help              # run a file of your own
+All of it took $SECONDS s. To try next, in $PWD:
+  ${own_venv}launch/local.sh -n 2 serve --pp 2   # a server on two ranks, until Ctrl-C
+  $VENV/bin/fastserve-hpc chat        # in another terminal: talk to it
+  $VENV/bin/fastserve-hpc batch --help   # run a file of your own
 END

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from support import REPOSITORY
 
@@ -125,3 +128,26 @@ def test_the_quickstart_table(tmp_path: Path) -> None:
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["batch", "48", "99.5", "1.00", "2.50", "1.00", "2.50"] in rows
     assert ["interactive", "3", "5.0", "0.50", "0.50", "2.00", "2.00"] in rows
+
+
+def test_ending_a_step_ends_what_it_has_started(tmp_path: Path) -> None:
+    """As pip starts a compiler: Ctrl-C must not leave that behind."""
+    started = tmp_path / "pid"
+    script = f"""
+        . {LAUNCH / "common.sh"}
+        trap '[ -z "$STEP_PID" ] || end_process "$STEP_PID"' EXIT
+        trap 'exit 143' TERM
+        run_step {tmp_path / "log"} 'a step' bash -c 'sleep 60 & echo $! >{started}.part; mv {started}.part {started}; wait'
+    """
+    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.DEVNULL) as shell:
+        assert within_a_while(started.exists)
+        shell.terminate()
+        assert shell.wait(timeout=20) == 143
+    assert within_a_while(lambda: not psutil.pid_exists(int(started.read_text())))
+
+
+def within_a_while(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
