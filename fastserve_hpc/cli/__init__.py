@@ -24,14 +24,14 @@ Start a server on two ranks, ask it, score a file on it, end it:
   fastserve-hpc stop
 
 \b
-Exit codes: 0 done, 1 internal error, 2 usage, 3 some lines or requests failed,
-75 stopped early (run the same command again).
+Exit codes: 0 done, 1 internal error, 2 usage, 3 some lines or requests
+failed, 75 stopped early (run the same command again).
 
 \b
-FASTSERVE_HPC_HOME is where servers leave their endpoint files for clients to
-find (default ~/.fastserve-hpc). FASTSERVE_HPC_<OPTION>, as FASTSERVE_HPC_PP=2,
-sets an option of serve or batch; FASTSERVE_HPC_ENDPOINT names the server for
-serve and the client commands.
+FASTSERVE_HPC_HOME is where servers leave their endpoint files for clients
+to find (default ~/.fastserve-hpc). FASTSERVE_HPC_<OPTION>, as
+FASTSERVE_HPC_PP=2, sets an option of serve or batch; FASTSERVE_HPC_ENDPOINT
+names the server for serve and the client commands.
 """
 
 

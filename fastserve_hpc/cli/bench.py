@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 _EPILOG = """\b
 A trace's own times, four requests a second, everything at once:
   fastserve-hpc bench --endpoint demo --trace trace.jsonl
-  fastserve-hpc bench --endpoint demo --trace trace.jsonl --requests 200 --rate 4 --json
-  fastserve-hpc bench --endpoint demo --trace trace.jsonl --requests 64 --offline
+  fastserve-hpc bench --endpoint demo --trace trace.jsonl --rate 4 --json
+  fastserve-hpc bench --endpoint demo --trace trace.jsonl --offline
 
-\b
 A trace line is {"arrival_s": 1.5, "prompt_tokens": 120, "output_tokens": 40}. Prompts are random
 token ids; answers have exactly the trace's length. All times count from when a request was due.
 A request that does not fit the server's context is cut, and the number of those is said.

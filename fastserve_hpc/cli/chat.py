@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _EPILOG = """\b
-Talk; /reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer:
+Talk; /reset forgets what was said, /system TEXT sets what the model is told,
+/quit or Ctrl-D ends, Ctrl-C stops an answer:
   fastserve-hpc chat --endpoint demo --system "You are terse."
   printf 'My name is Ada.\\nWhat is my name?\\n' | fastserve-hpc chat
 """

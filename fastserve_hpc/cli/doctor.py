@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\b
 In a Slurm job, the way the server will be started:
-  srun -N2 --ntasks-per-node=1 fastserve-hpc doctor --model /models/llama --pp 2
+  srun -N2 --ntasks-per-node=1 \\
+      fastserve-hpc doctor --model /models/llama --pp 2
 """
 
 _FILE_WIDTH = 200

@@ -25,13 +25,17 @@ from fastserve_hpc.slurm.submit import check, submit
 
 _EPILOG = """\b
 A server on four GPUs of one node, sized for them; then the same submitted:
-  fastserve-hpc sbatch serve --model /models/llama --gpus-per-node 4 --gpu-memory 80G > serve.sbatch
-  fastserve-hpc sbatch serve --model /models/llama --gpus-per-node 4 --gpu-memory 80G --submit
+  fastserve-hpc sbatch serve --model /models/llama \\
+      --gpus-per-node 4 --gpu-memory 80G > serve.sbatch
+  fastserve-hpc sbatch serve --model /models/llama \\
+      --gpus-per-node 4 --gpu-memory 80G --submit
 
 \b
 A batch file; many of them as a job array, four at a time:
-  fastserve-hpc sbatch batch --input in.jsonl --output out.jsonl --time 08:00:00 --submit
-  fastserve-hpc sbatch batch --input 'shards/*.jsonl' --output-dir results --array-limit 4 --submit
+  fastserve-hpc sbatch batch --input in.jsonl --output out.jsonl \\
+      --time 08:00:00 --submit
+  fastserve-hpc sbatch batch --input 'shards/*.jsonl' --output-dir results \\
+      --array-limit 4 --submit
 """
 
 _PROTOCOLS = (("mpich", "pmi2"), ("openmpi", "pmix"))

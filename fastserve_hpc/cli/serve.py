@@ -15,9 +15,9 @@ On this machine, on one rank and on two:
 
 \b
 In a Slurm job, eight GPUs on two nodes:
-  srun -N2 --ntasks-per-node=4 fastserve-hpc serve --model /models/llama --tp 4 --pp 2
+  srun -N2 --ntasks-per-node=4 \\
+      fastserve-hpc serve --model /models/llama --tp 4 --pp 2
 
-\b
 It says 'ready endpoint=NAME ...' on standard output when clients may come. SIGTERM or Ctrl-C
 lets running requests finish; a second one ends it at once.
 """

@@ -16,7 +16,7 @@ from fastserve_hpc.errors import ConfigError, ExitCode, StoppedError
 _EPILOG = """\b
 A question, a file's text, a pipe, a text to go on with:
   fastserve-hpc submit "What is the capital of France?"
-  fastserve-hpc submit --file report.txt --system "Summarise in two sentences." --max-tokens 80
+  fastserve-hpc submit --file report.txt --system "Summarise in two lines."
   git diff | fastserve-hpc submit --system "Write a commit message." -
   fastserve-hpc submit --raw "Once upon a time" --temperature 0.8 --seed 7
 """

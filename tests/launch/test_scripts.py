@@ -137,7 +137,8 @@ def test_ending_a_step_ends_what_it_has_started(tmp_path: Path) -> None:
         . {LAUNCH / "common.sh"}
         trap '[ -z "$STEP_PID" ] || end_process "$STEP_PID"' EXIT
         trap 'exit 143' TERM
-        run_step {tmp_path / "log"} 'a step' bash -c 'sleep 60 & echo $! >{started}.part; mv {started}.part {started}; wait'
+        run_step {tmp_path / "log"} 'a step' \\
+            bash -c 'sleep 60 & echo $! >{started}.part; mv {started}.part {started}; wait'
     """
     with subprocess.Popen(["bash", "-c", script], stdout=subprocess.DEVNULL) as shell:
         assert within_a_while(started.exists)
