@@ -114,7 +114,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """residual + activation(norm(x) W^T + bias): x [T, in] -> [T, out], or half that where the activation gates.
 
-        `residual` has the result's shape. Activation and bias are those of `pack_linear`.
+        `residual` has the result's shape; not every implementation takes one behind an activation. Activation and
+        bias are those of `pack_linear`.
         """
 
     def embedding(self, ids: Tensor, weight: Any) -> Tensor:
