@@ -36,7 +36,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 def command(engine: EngineConfig, as_json: bool) -> ExitCode:
     """Check what a start depends on, without loading a model: on all ranks of this MPI world, or on one.
 
-    Takes the options that `serve` will get. Ends with 2 if something would keep it from starting.
+    Takes the model and sizes that `serve` will get. Ends with 2 if something would keep it from starting.
     """
     from fastserve_hpc.doctor import at_level, raise_errors, run
     from fastserve_hpc.parallel.mpi_init import finalize_mpi, world_size_from_env

@@ -48,7 +48,7 @@ def check_world(facts: Facts, engine: EngineConfig) -> Iterable[Finding]:
         value = f"the launcher started {first.announced} ranks, but MPI sees {size}: each is a world of its own"
         yield _at(first, "error", "world", value, _MPI_CURE)
     elif size != engine.world_size:
-        value = f"{size} ranks, but --tp {engine.tp} x --pp {engine.pp} = {engine.world_size}"
+        value = f"{size} rank{'s' if size > 1 else ''}, but --tp {engine.tp} x --pp {engine.pp} = {engine.world_size}"
         yield _at(first, "error", "world", value, f"start with -n {engine.world_size}")
     else:
         yield ok("world", f"{size} rank{'s' if size > 1 else ''}, --tp {engine.tp} x --pp {engine.pp}")
