@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import Server
+
+# Read when torch loads libgomp. Idle OpenMP threads that spin cost every test beside a busy process many times its work.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 @pytest.fixture
