@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support import Server
 
-# Read when torch loads libgomp. Idle OpenMP threads that spin cost every test beside a busy process many times its work.
+# Read when torch loads libgomp. OpenMP threads that spin while idle make a test beside a busy process many times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
