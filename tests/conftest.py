@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support import Server
 
-# Read when torch loads libgomp. OpenMP threads that spin while idle make a test beside a busy process many times slower.
+# Read when torch loads libgomp. OpenMP threads that spin while idle make tests beside a busy process very slow.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
