@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,8 @@ class Place:
             return None
         return os.path.relpath(self.errors.absolute(), self.output.absolute().parent)
 
-    def check(self) -> None:
-        """Raise `ConfigError` where nothing could be written."""
+    def check(self, read: Sequence[Path] = ()) -> None:
+        """Raise `ConfigError` where nothing could be written, or where it would overwrite a file that is `read`."""
         if self.errors is not None and self.is_stdout:
             raise ConfigError("--errors needs an --output file: what goes to standard output cannot be gone on with")
         if self.errors is not None and self.errors.absolute() == self.output.absolute():
@@ -80,6 +80,8 @@ class Place:
                 raise ConfigError(f"{option} {path}: this is not a plain file")
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise ConfigError(f"{option} {path}: no permission to write there")
+            if any(path.exists() and source.exists() and path.samefile(source) for source in read):
+                raise ConfigError(f"{option} {path} is read by this run too: give the results a file of their own")
 
 
 class Output:

@@ -93,7 +93,7 @@ class BatchOptions:
         from fastserve_hpc.batch.survey import Shard
 
         place = Place(self.output, self.errors)
-        place.check()
+        place.check((*self.inputs, *self.merge))
         return BatchFiles(
             inputs=self.inputs,
             place=place,

@@ -52,6 +52,17 @@ def test_json_summary(run: Run, files: tuple[str, ...]) -> None:
     assert summary["output"] == files[3]
 
 
+@pytest.mark.parametrize("option", ["--output", "--errors"])
+def test_an_input_is_never_overwritten(run: Run, files: tuple[str, ...], tmp_path: Path, option: str) -> None:
+    before = Path(files[1]).read_bytes()
+    (tmp_path / "link.jsonl").symlink_to(files[1])
+    other = () if option == "--output" else files[2:]
+    result = run("batch", "--endpoint", "demo", *files[:2], *other, option, str(tmp_path / "link.jsonl"), "--overwrite")
+    assert result.exit_code == 2
+    assert "is read by this run too" in result.stderr
+    assert Path(files[1]).read_bytes() == before
+
+
 def test_bad_lines_are_exit_3(run: Run, files: tuple[str, ...]) -> None:
     with open(files[1], "a") as lines:
         lines.write("{broken\n")
