@@ -69,10 +69,19 @@ class AttentionTile {
     const int num_pages = tokens >= kSuperblock ? kPages : static_cast<int>((tokens + kPageTokens - 1) / kPageTokens);
     const bf16* pages[kPages];
     for (int p = 0; p < num_pages; ++p) pages[p] = kv_page(a_.kv, table_, kv_head_, base + p * kPageTokens);
+    for (int p = 0; p < num_pages; ++p) prefetch(pages[p] + a_.kv.v_offset);
     dots.scores(queries_, pages, num_pages, scores_);
     for (int r = 0; r < rows_; ++r) softmax(r, base);
+    for (int64_t t = base + kSuperblock; t <= last && t < base + 2 * kSuperblock; t += kPageTokens) {
+      prefetch(kv_page(a_.kv, table_, kv_head_, t));
+    }
     for (int p = 0; p < num_pages; ++p) pages[p] += a_.kv.v_offset;
     dots.accumulate(weights_, pages, num_pages, sums_);
+  }
+
+  // Pages lie far apart: the hardware does not see the next one coming.
+  void prefetch(const bf16* page) const {
+    for (int64_t i = 0; i < kPageTokens * a_.kv.head_dim; i += 32) __builtin_prefetch(page + i);
   }
 
   void softmax(int r, int64_t base) {

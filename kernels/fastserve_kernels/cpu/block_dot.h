@@ -14,10 +14,10 @@ class BlockDot {
   static int panels(int64_t rows) { return rows == 1 ? 2 : kTilePanels; }
   static int64_t block_rows(int panels) { return panels > kTilePanels ? 1 : kTileRows; }
 
-  // sums[rows][panels * 32] = x[rows, kp] . panels[panels][kp / 2][32][2], summed along K in order from zero;
-  // `cold`: the panels come from memory, which the hardware prefetches well enough
+  // sums[rows][panels * 32] = x[rows, kp] . panels[panels][kp / 2][32][2], summed along K in order from zero. The
+  // hardware prefetches well enough for vector loads.
   template <class Pending>
-  void run(const bf16* x, int64_t ld_x, int rows, const bf16* w, int panels, int64_t kp, bool /*cold*/,
+  void run(const bf16* x, int64_t ld_x, int rows, const bf16* w, int panels, int64_t kp, Ahead /*ahead*/,
            Pending& pending, float* sums) {
     pending.finish();
     if (panels == 2) {

@@ -39,19 +39,15 @@ class BlockDot {
 
   ~BlockDot() { _tile_release(); }  // or every context switch would save 8 KB
 
-  // sums[rows][32] = x[rows, kp] . panel[kp / 2][32][2]; `cold`: the panel comes from memory. Meanwhile `pending` is
-  // finished: the tiles leave the vector units idle, and what was just stored from tiles is slow to read back.
+  // sums[rows][32] = x[rows, kp] . panel[kp / 2][32][2]. Meanwhile `pending` is finished: the tiles leave the vector
+  // units idle, and what was just stored from tiles is slow to read back.
   template <class Pending>
-  void run(const bf16* x, int64_t ld_x, int rows, const bf16* panel, int /*panels*/, int64_t kp, bool cold,
+  void run(const bf16* x, int64_t ld_x, int rows, const bf16* panel, int /*panels*/, int64_t kp, Ahead ahead,
            Pending& pending, float* sums) {
     configure(rows);
     memory_is_read();
     const bf16* second = rows > 16 ? x + 16 * ld_x : nullptr;
-    if (cold) {
-      multiply<true>(x, second, ld_x, panel, kp, pending);
-    } else {
-      multiply<false>(x, second, ld_x, panel, kp, pending);
-    }
+    multiply(x, second, ld_x, panel, kp, ahead, pending);
     pending.finish();
     _tile_stored(0, sums, kPanel * 4);
     _tile_stored(1, sums + 16, kPanel * 4);
@@ -76,8 +72,8 @@ class BlockDot {
     config.load();
   }
 
-  template <bool Cold, class Pending>
-  static void multiply(const bf16* x, const bf16* second, int64_t ld_x, const bf16* panel, int64_t kp,
+  template <class Pending>
+  static void multiply(const bf16* x, const bf16* second, int64_t ld_x, const bf16* panel, int64_t kp, Ahead ahead,
                        Pending& pending) {
     constexpr int64_t kStepElements = kStep * kPanel;
     const int pending_rows = static_cast<int>((32 + kp / kStep - 1) / (kp / kStep));
@@ -86,11 +82,7 @@ class BlockDot {
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < kp; k += kStep, panel += kStepElements) {
-      // A core waits for few tile loads at a time: asking one step ahead brings a sixth more from memory. Behind the
-      // end of a panel lies the next one, or an address that is harmless to ask for.
-      if constexpr (Cold) {
-        for (int line = 0; line < 32; ++line) __builtin_prefetch(panel + kStepElements + line * 32);
-      }
+      ahead.ask();
       _tile_loadd(6, panel, kPanel * 4);
       _tile_loadd(7, panel + 32, kPanel * 4);
       _tile_loadd(4, x + k, ld_x * 2);

@@ -127,6 +127,15 @@ static inline int64_t rows_per_group(int64_t kp) {
   return fitting < 96 ? 96 : (fitting > 480 ? 480 : fitting);
 }
 
+// What block `index` of a panel's `num_blocks` asks for: its share of the next panel, so that memory is busy all the
+// time. With a single block, which is done before its panel could arrive, the panel itself, one step ahead. Behind the
+// last panel lies an address that is harmless to ask for.
+static inline Ahead weights_ahead(const bf16* panel, int64_t kp, int64_t index, int64_t num_blocks) {
+  if (num_blocks == 1) return {panel + kStep * kPanel, kStep, true};
+  const int64_t lines = (kStep + num_blocks - 1) / num_blocks;
+  return {panel + kPanel * kp + index * lines * kp, static_cast<int>(lines), false};
+}
+
 template <class End>
 static void multiply(Pool* pool, const LinearArgs& a, const Input& input, int64_t kp) {
   const int64_t num_panels = is_gated(a.activation) ? round_up(a.n, 16) / 16 : round_up(a.n, kPanel) / kPanel;
@@ -145,10 +154,12 @@ static void multiply(Pool* pool, const LinearArgs& a, const Input& input, int64_
         const int panels = end - panel >= width ? width : 1;
         for (int p = 0; p < panels; ++p) ends[panel_turn][p] = End(a, panel + p);
         const int64_t block = BlockDot::block_rows(panels);
+        const int64_t num_blocks = (row_end - row_begin + block - 1) / block;
         for (int64_t row = row_begin; row < row_end; row += block, turn ^= 1) {
           const int rows = static_cast<int>(row_end - row < block ? row_end - row : block);
-          dots.run(input.x + row * input.ld, input.ld, rows, a.weight + panel * kPanel * kp, panels, kp,
-                   row == row_begin, pending, sums[turn]);
+          const bf16* weight = a.weight + panel * kPanel * kp;
+          const Ahead ahead = weights_ahead(weight, kp, (row - row_begin) / block, num_blocks);
+          dots.run(input.x + row * input.ld, input.ld, rows, weight, panels, kp, ahead, pending, sums[turn]);
           pending.set(ends[panel_turn], panels, row, rows, sums[turn]);
         }
         panel += panels;

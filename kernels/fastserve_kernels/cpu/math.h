@@ -6,6 +6,22 @@
 namespace fastserve {
 namespace FS_ISA {
 
+// Cache lines to ask memory for: so many in each step of 32 along K, from `next` on; into the L1 cache if `soon`.
+struct Ahead {
+  const bf16* next;
+  int lines;
+  bool soon;
+
+  void ask() {
+    const bf16* end = next + lines * 32;
+    if (soon) {
+      for (; next < end; next += 32) __builtin_prefetch(next, 0, 3);
+    } else {
+      for (; next < end; next += 32) __builtin_prefetch(next, 0, 2);
+    }
+  }
+};
+
 // One fixed tree, whatever the register width: (i, i + 8), (i, i + 4), (i, i + 2), (i, i + 1).
 static inline float reduce_add(F16 v) {
   const __m256 eight = _mm256_add_ps(low_half(v), high_half(v));

@@ -2,7 +2,6 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -18,10 +17,13 @@
 namespace fastserve {
 namespace {
 
-constexpr uint64_t kPauseTicks = 20'000;     // about 8 us of the time stamp counter: the gap between two kernels
-constexpr uint64_t kYieldTicks = 400'000;    // about 150 us: the gap between two layers, ceded to whoever needs the core
+// How long to spin before sleeping, in ticks of the time stamp counter: about 50 us, longer than the gap between two
+// kernels and than most pieces. Never sched_yield: it puts the caller behind everybody else, for milliseconds.
+constexpr uint64_t kSpinTicks = 130'000;
 constexpr unsigned kDenormalsAreZero = 0x8040;
 constexpr uint32_t kOpen = 1u << 31;
+constexpr uint32_t kCallerSleeps = 1u << 30;
+constexpr uint32_t kCount = kCallerSleeps - 1;
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -29,6 +31,17 @@ void futex_wait(std::atomic<uint32_t>* word, uint32_t value) {
 
 void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Spins until `done` or until the time is up; says which.
+template <class Done>
+bool spin_until(const Done& done) {
+  const uint64_t start = __rdtsc();
+  do {
+    if (done()) return true;
+    _mm_pause();
+  } while (__rdtsc() - start < kSpinTicks);
+  return done();
 }
 
 // One thread's share of the pieces. Its owner takes from it first, idle threads help afterwards.
@@ -80,10 +93,7 @@ class Pool {
     announce();
     work(0);
     state_.fetch_and(~kOpen, std::memory_order_acq_rel);
-    for (int spins = 0; state_.load(std::memory_order_acquire) != 0; ++spins) {
-      // A worker is inside its last piece. If it was preempted, it may need this very core to finish.
-      if (spins < 200) _mm_pause(); else sched_yield();
-    }
+    wait_for_workers();
   }
 
   void* scratch(int owner, size_t bytes) {
@@ -119,7 +129,7 @@ class Pool {
     }
   }
 
-  // The low bits of state_ count the workers inside the job; only an open job lets one in, so that the caller may
+  // The low bits of state_ (kCount) count the workers inside the job; only an open job lets one in, so that the caller may
   // reuse the job's fields as soon as the job is closed and the count is 0.
   bool enter() {
     uint32_t state = state_.load(std::memory_order_acquire);
@@ -129,6 +139,21 @@ class Pool {
     return false;
   }
 
+  void leave() {
+    const uint32_t before = state_.fetch_sub(1, std::memory_order_acq_rel);
+    if (before == (kCallerSleeps | 1)) futex_wake_all(&state_);
+  }
+
+  // For those inside their last piece.
+  void wait_for_workers() {
+    if (spin_until([&] { return state_.load(std::memory_order_acquire) == 0; })) return;
+    uint32_t state = state_.fetch_or(kCallerSleeps, std::memory_order_acq_rel) | kCallerSleeps;
+    while (state & kCount) {
+      futex_wait(&state_, state);
+      state = state_.load(std::memory_order_acquire);
+    }
+  }
+
   void serve(int thread) {
     _mm_setcsr(_mm_getcsr() | kDenormalsAreZero);
     for (uint32_t seen = 0;;) {
@@ -136,17 +161,12 @@ class Pool {
       if (stopping_.load()) return;
       if (!enter()) continue;
       work(thread);
-      state_.fetch_sub(1, std::memory_order_acq_rel);
+      leave();
     }
   }
 
   uint32_t wait_past(uint32_t seen) {
-    const uint64_t start = __rdtsc();
-    for (uint64_t waited = 0; waited < kYieldTicks; waited = __rdtsc() - start) {
-      const uint32_t now = generation_.load(std::memory_order_acquire);
-      if (now != seen) return now;
-      if (waited < kPauseTicks) _mm_pause(); else sched_yield();
-    }
+    if (spin_until([&] { return generation_.load(std::memory_order_acquire) != seen; })) return generation_.load();
     sleepers_.fetch_add(1);
     uint32_t now;
     while ((now = generation_.load()) == seen) futex_wait(&generation_, seen);

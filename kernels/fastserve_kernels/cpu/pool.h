@@ -2,7 +2,7 @@
 //
 // Two rules shape it. The caller never waits for a worker that has not started: work is claimed in small pieces,
 // so a worker that sleeps, or whose core is taken by a neighbour, costs its share of speed and not a stall. And
-// nobody spins for long: an idle worker spins for some microseconds, then yields, then sleeps on a futex.
+// nobody spins for long: whoever waits spins for some microseconds, then sleeps on a futex.
 #pragma once
 
 #include <cstddef>

@@ -22,20 +22,35 @@ class RopeStore {
  public:
   explicit RopeStore(const RopeStoreArgs& args) : a_(args), half_(args.kv.head_dim / 2) {}
 
+  // A token's K goes to every line of its page; asking for all of them at once takes a tenth of the time of waiting for
+  // one after the other.
+  void prefetch(int64_t t) const {
+    for (int64_t h = 0; h < a_.kv.num_kv_heads; ++h) {
+      const bf16* page = page_of(t, h);
+      for (int64_t i = 0; i < kPageTokens * a_.kv.head_dim; i += 32) __builtin_prefetch(page + i, 1);
+      const bf16* v = page + a_.kv.v_offset + a_.slots[t] % kPageTokens / 2 * a_.kv.head_dim * 2;
+      for (int64_t i = 0; i < 2 * a_.kv.head_dim; i += 32) __builtin_prefetch(v + i, 1);
+    }
+  }
+
   void token(int64_t t) const {
     bf16* q = a_.q + t * a_.ld_q;
     for (int64_t h = 0; h < a_.num_heads; ++h) prepare(q + h * a_.kv.head_dim, a_.q_norm, t, q + h * a_.kv.head_dim);
     for (int64_t h = 0; h < a_.kv.num_kv_heads; ++h) {
-      const int64_t slot = a_.slots[t];
-      bf16* block = a_.kv.data + slot / a_.kv.block_size * a_.kv.block_stride + h * a_.kv.head_stride;
-      const int64_t offset = slot % a_.kv.block_size;
-      bf16* page = block + offset / kPageTokens * kPageTokens * a_.kv.head_dim;
-      store_k(t, h, page, offset % kPageTokens);
-      store_v(t, h, page + a_.kv.v_offset, offset % kPageTokens);
+      bf16* page = page_of(t, h);
+      const int64_t row = a_.slots[t] % kPageTokens;
+      store_k(t, h, page, row);
+      store_v(t, h, page + a_.kv.v_offset, row);
     }
   }
 
  private:
+  bf16* page_of(int64_t t, int64_t head) const {
+    const int64_t slot = a_.slots[t], size = a_.kv.block_size;
+    bf16* block = a_.kv.data + slot / size * a_.kv.block_stride + head * a_.kv.head_stride;
+    return block + slot % size / kPageTokens * kPageTokens * a_.kv.head_dim;
+  }
+
   void prepare(const bf16* x, const float* norm, int64_t t, bf16* out) const {
     if (norm != nullptr) {
       rms_norm_row(x, norm, a_.norm_eps, out, a_.kv.head_dim);
@@ -88,7 +103,11 @@ class RopeStore {
 static void rope_store(Pool* pool, const RopeStoreArgs& a) {
   const RopeStore op(a);
   parallel_for(pool, a.num_tokens, 8, [&](int64_t begin, int64_t end, int) {
-    for (int64_t t = begin; t < end; ++t) op.token(t);
+    op.prefetch(begin);
+    for (int64_t t = begin; t < end; ++t) {
+      if (t + 1 < end) op.prefetch(t + 1);
+      op.token(t);
+    }
   });
 }
 
