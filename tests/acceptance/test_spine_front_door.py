@@ -79,6 +79,13 @@ async def _cut_submits(server: Server, count: int, width: int) -> None:
         await client.close()
 
 
+async def _touch_kv(server: Server, width: int) -> None:
+    """Use more KV blocks at once than the cut submits can: the pages of a block count once it was used."""
+    async with AsyncClient(server.endpoint_file()) as client:
+        whole = [client.generate(f"Request {i}:", max_tokens=64, ignore_eos=True) for i in range(width)]
+        await asyncio.gather(*whole)
+
+
 def _wait_until_unused(server: Server, within_s: float = 10.0) -> None:
     deadline = time.monotonic() + within_s
     while (status := server.status())["device_blocks"]["used"] or status["running"] or status["waiting"]:
@@ -89,6 +96,7 @@ def _wait_until_unused(server: Server, within_s: float = 10.0) -> None:
 @pytest.mark.timeout(300)
 def test_show_6_a_thousand_cut_submits_leave_nothing(start_server: Callable[..., Server]) -> None:
     server = start_server("--model", "smollm2-135m").wait_ready()
+    asyncio.run(_touch_kv(server, 32))
     asyncio.run(_cut_submits(server, 200, 32))
     _wait_until_unused(server)
     before = rss_bytes(server.rank_pid(0))
