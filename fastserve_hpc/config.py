@@ -6,7 +6,7 @@ The command line is made from these fields (`cli/options.py`); nothing else hold
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,9 @@ from fastserve_hpc.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 PolicyName = Literal["fcfs", "skip-join", "skip-join-paper", "mlfq"]
 
+MAX_SIZE = 2**60
+_MOST = 2**20
+_DAY_S = 86400
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -23,12 +26,30 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{text!r} is not a size: write a number with K, M, G or T, as in 512M")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size > MAX_SIZE:
+        raise ConfigError(f"{text!r} is more than any memory: write a number with K, M, G or T, as in 512M")
+    return int(size)
 
 
 def option(default: Any, text: str, **extra: Any) -> Any:
-    """A settings field with its help text; `extra` may hold `size=True` and `metavar`."""
+    """A settings field with its help text; `extra` may hold `size=True`, `metavar` and `limits=(low, high)`.
+
+    Every number has limits: the high ones keep slips of the keyboard from allocations and timers that would fail later.
+    """
     return field(default=default, metadata={"help": text, **extra})
+
+
+def check_limits(settings: Any) -> None:
+    """Raise `ConfigError` naming the first number that is outside its field's limits."""
+    for described in fields(settings):
+        value = getattr(settings, described.name)
+        if value is None or "limits" not in described.metadata:
+            continue
+        low, high = described.metadata["limits"]
+        if not low <= value <= high:  # NaN is in no range
+            name = described.name.replace("_", "-")
+            raise ConfigError(f"--{name} {value}: it must be between {low} and {high}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +57,28 @@ class EngineConfig:
     """The model, how it is split over ranks, and the limits of a batch."""
 
     model: str = option("smollm2-135m", "Hugging Face directory, .gguf file, or an alias (smollm2-135m).")
-    tp: int = option(1, "Tensor-parallel ranks: each layer is split over so many ranks of one node.")
-    pp: int = option(1, "Pipeline stages: the layers are split over so many groups of ranks.")
+    tp: int = option(1, "Tensor-parallel ranks: each layer is split over so many ranks of one node.", limits=(1, 4096))
+    pp: int = option(1, "Pipeline stages: the layers are split over so many groups of ranks.", limits=(1, 4096))
     dtype: DType = option(
         "auto", "Number type of weights and activations; auto: bfloat16 on GPUs and with the C++ kernels, else float32."
     )
-    max_batch: int = option(64, "Requests that may run at the same time.")
-    max_batch_tokens: int = option(512, "Tokens computed in one iteration; longer prompts are cut into chunks.")
+    max_batch: int = option(64, "Requests that may run at the same time.", limits=(1, 65536))
+    max_batch_tokens: int = option(
+        512, "Tokens computed in one iteration; longer prompts are cut into chunks.", limits=(1, _MOST)
+    )
     device_kv: int | None = option(
         None, "KV cache per rank on the device, as in 512M. Default: fits the memory.", size=True
     )
     host_kv: int | None = option(
         None, "KV cache per rank in host memory, as in 2G. Default: as much as the device's.", size=True
     )
-    block_size: int = option(16, "Tokens in one KV block.")
-    max_model_len: int | None = option(None, "Longest prompt + answer in tokens. Default: the model's own limit.")
-    seed: int = option(0, "Seeds the sampling of requests that bring no seed of their own.")
+    block_size: int = option(16, "Tokens in one KV block.", limits=(1, 65536))
+    max_model_len: int | None = option(
+        None, "Longest prompt + answer in tokens. Default: the model's own limit.", limits=(2, 2**27)
+    )
+    seed: int = option(
+        0, "Seeds the sampling of requests that bring no seed of their own.", limits=(-(2**63), 2**63 - 1)
+    )
     policy: PolicyName = option(
         "fcfs",
         "Who runs first: fcfs (in order of arrival), skip-join (short answers first, nobody starves); "
@@ -59,10 +86,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "max_batch", "max_batch_tokens", "block_size"):
-            _at_least_one(name, getattr(self, name))
-        if self.max_model_len is not None:
-            _at_least_one("max_model_len", self.max_model_len)
+        check_limits(self)
 
     @property
     def world_size(self) -> int:
@@ -84,16 +108,23 @@ class ServerConfig:
 
     endpoint: str | None = option(None, "Name that clients find this server by. Default: job-JOBID or default.")
     tcp: bool = option(False, "Listen on TCP too (CURVE keys in the endpoint file); always on under Slurm.")
-    max_pending: int = option(4096, "Requests taken but not finished; more get a clear 'busy' reply.")
-    lease_s: float = option(30.0, "Seconds without a sign of life after which a client's requests are cancelled.")
-    heartbeat_s: float = option(10.0, "Seconds without a sign of life after which a rank counts as dead.")
-    drain_s: float = option(25.0, "Seconds that running requests may take to finish once a drain was asked for.")
+    max_pending: int = option(
+        4096, "Requests taken but not finished; more get a clear 'busy' reply.", limits=(1, _MOST)
+    )
+    lease_s: float = option(
+        30.0, "Seconds without a sign of life after which a client's requests are cancelled.", limits=(0.1, _DAY_S)
+    )
+    heartbeat_s: float = option(
+        10.0, "Seconds without a sign of life after which a rank counts as dead.", limits=(0.5, _DAY_S)
+    )
+    drain_s: float = option(
+        25.0,
+        "Seconds that running requests may take to finish once a drain was asked for.",
+        limits=(0.1, 30 * _DAY_S),
+    )
 
     def __post_init__(self) -> None:
-        _at_least_one("max_pending", self.max_pending)
-        for name in ("lease_s", "heartbeat_s", "drain_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be above 0")
+        check_limits(self)
         if self.endpoint is not None:
             check_endpoint_name(self.endpoint)
 
@@ -109,8 +140,3 @@ def check_endpoint_name(name: str) -> None:
 def state_dir(environ: dict[str, str], home: Path) -> Path:
     """Where endpoint files lie: $FASTSERVE_HPC_HOME, else ~/.fastserve-hpc (on a shared file system)."""
     return Path(environ.get("FASTSERVE_HPC_HOME") or home / ".fastserve-hpc")
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be at least 1")

@@ -1,5 +1,8 @@
 import dataclasses
+import math
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +24,12 @@ def test_what_is_no_size_is_named(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["9999999999T", "9" * 400])
+def test_a_size_over_all_memory_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="more than any memory"):
+        parse_size(text)
+
+
 def test_a_wrong_world_size_is_answered_with_the_right_one() -> None:
     config = EngineConfig(tp=2, pp=3)
     config.check_world_size(6)
@@ -32,6 +41,27 @@ def test_a_wrong_world_size_is_answered_with_the_right_one() -> None:
 def test_counts_below_one_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} 0"):
         EngineConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+def test_every_number_has_limits_and_those_outside_are_refused(config: type[Any]) -> None:
+    hints = typing.get_type_hints(config)
+    numbers = [f for f in dataclasses.fields(config) if hints[f.name] in (int, float, int | None)]
+    assert len(numbers) >= 4
+    for field in numbers:
+        if field.metadata.get("size"):
+            continue
+        low, high = field.metadata["limits"]
+        config(**{field.name: low})
+        config(**{field.name: high})
+        for value in (low - 1, high + 1, 10**30, math.inf, math.nan):
+            with pytest.raises(ConfigError, match=f"--{field.name.replace('_', '-')} .* between {low} and {high}"):
+                config(**{field.name: value})
+
+
+def test_a_context_holds_a_prompt_and_an_answer() -> None:
+    with pytest.raises(ConfigError, match="--max-model-len 1: it must be between 2"):
+        EngineConfig(max_model_len=1)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 65, "a b"])
