@@ -29,6 +29,7 @@ def examine(facts: Facts, engine: EngineConfig, need: RankNeed | None) -> list[F
     """All checks. `facts` are those of the ranks that were heard; `need` None is a model without weights."""
     checks: list[Callable[[], Iterable[Finding]]] = [
         lambda: check_world(facts, engine),
+        lambda: check_settings(facts),
         lambda: check_versions(facts),
         lambda: check_model(facts),
         lambda: check_places(facts, engine),
@@ -52,6 +53,23 @@ def check_world(facts: Facts, engine: EngineConfig) -> Iterable[Finding]:
         yield _at(first, "error", "world", value, f"start with -n {engine.world_size}")
     else:
         yield ok("world", f"{size} rank{'s' if size > 1 else ''}, --tp {engine.tp} x --pp {engine.pp}")
+
+
+def check_settings(facts: Facts) -> Iterable[Finding]:
+    """Were all ranks started with the same options? Otherwise they would wait for each other."""
+    first = facts[0]
+    for rank in facts:
+        wrong = [name for name in {**first.settings, **rank.settings} if _differs(name, rank, first)]
+        if wrong:
+            told = (f"{name} {rank.settings.get(name)} (rank 0: {first.settings.get(name)})" for name in wrong)
+            cure = "start all ranks with the same options and the same FASTSERVE_HPC_ variables"
+            yield _at(rank, "error", "settings", ", ".join(told), cure)
+
+
+def _differs(name: str, rank: RankFacts, first: RankFacts) -> bool:
+    if name == "--model" and rank.model is not None and first.model is not None:
+        return False  # it may lie elsewhere on each node; `check_model` compares the files
+    return rank.settings.get(name) != first.settings.get(name)
 
 
 def check_versions(facts: Facts) -> Iterable[Finding]:

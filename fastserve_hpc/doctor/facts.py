@@ -51,6 +51,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     world_size: int = 1
     announced: int = 1
     """Ranks that the launcher says it has started; 0 if it does not say."""
+    settings: dict[str, str] = {}
+    """What it was started with, by option."""
     versions: dict[str, str] = {}
     """Of what must be the same everywhere, by name."""
     model: ModelProbe | None = None

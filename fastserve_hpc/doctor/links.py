@@ -57,22 +57,29 @@ def peers_of(topology: Topology) -> list[int]:
 
 
 def try_links(world: MPI.Intracomm, topology: Topology, timeout_s: float) -> Links:
-    """Exchange messages with every peer and time them. Collective over the ranks that are up."""
+    """Exchange messages with every peer and time them. Collective over the ranks that are up.
+
+    Peers that were started with another topology are left alone: they would not join in.
+    """
     deadline = Deadline(timeout_s)
+    greeting = f"{topology.tp_size:4}{topology.num_stages:4}".encode()
     peers = peers_of(topology)
-    first = [_Exchange(world, peer, FIRST_TAG, _SMALL) for peer in peers]
+    first = [_Exchange(world, peer, FIRST_TAG, greeting) for peer in peers]
     deadline.wait(lambda: every(exchange.is_done() for exchange in first))
-    probes = []
+    probes, strangers = [], set()
     for exchange in first:
         if exchange.is_done():
-            probes.append(_timed(world, exchange.peer, deadline))
+            if exchange.received == greeting:
+                probes.append(_timed(world, exchange.peer, deadline))
+            else:
+                strangers.add(exchange.peer)
         else:
             exchange.give_up()
             probes.append(
                 LinkProbe(exchange.peer, error=exchange.error or f"no message got through in {timeout_s:g} s")
             )
     stage = [probe for probe in probes if probe.peer in topology.stage_ranks]
-    if not stage or any(probe.error for probe in stage):
+    if not stage or any(probe.error for probe in stage) or strangers & set(topology.stage_ranks):
         return Links(tuple(probes))
     reduce_s = _time_all_reduce(world, topology, deadline)
     if reduce_s is None:
@@ -91,8 +98,8 @@ class _Exchange:
     def __init__(self, world: MPI.Intracomm, peer: int, tag: int, message: bytes):
         self.peer = peer
         self.error = ""
-        self._received = bytearray(len(message))
-        self._receive: MPI.Request = world.Irecv(self._received, peer, tag)
+        self.received = bytearray(len(message))
+        self._receive: MPI.Request = world.Irecv(self.received, peer, tag)
         self._send: MPI.Request = world.Isend(message, peer, tag)
 
     def is_done(self) -> bool:

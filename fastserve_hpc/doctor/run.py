@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from fastserve_hpc.config import EngineConfig
@@ -103,6 +104,7 @@ def look(world: MPI.Intracomm | None, engine: EngineConfig, environ: Mapping[str
         host_key=host_key(),
         world_size=1 if world is None else int(world.size),
         announced=world_size_from_env(environ),
+        settings=_options(engine),
         versions=probe_versions(None if world is None else _mpi_library()),
         model=None if engine.model in _WITHOUT_FILES else probe_model(engine.model, MODEL_S),
         cores=sorted(os.sched_getaffinity(0)),
@@ -117,6 +119,11 @@ def look(world: MPI.Intracomm | None, engine: EngineConfig, environ: Mapping[str
         links=list(links.probes),
         all_reduce_s=links.all_reduce_s,
     )
+
+
+def _options(engine: EngineConfig) -> dict[str, str]:
+    """Settings as on the command line."""
+    return {f"--{field.name.replace('_', '-')}": str(getattr(engine, field.name)) for field in fields(engine)}
 
 
 def _mpi_library() -> str:

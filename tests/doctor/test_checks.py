@@ -55,6 +55,19 @@ def only(findings: Any) -> Finding:
 ENGINE = EngineConfig(tp=2, pp=2)
 
 
+def test_other_settings_on_a_rank_are_named() -> None:
+    settings = {"--model": "/models/m", "--pp": "2", "--dtype": "auto"}
+    facts = ranks(4, settings=settings)
+    assert problems(checks.check_settings(facts)) == []
+    elsewhere = changed(facts, 2, settings={**settings, "--model": "/local/m"})
+    assert problems(checks.check_settings(elsewhere)) == []
+    finding = only(checks.check_settings(changed(facts, 2, settings={**settings, "--dtype": "float32"})))
+    assert (finding.level, finding.rank) == ("error", 2)
+    assert finding.value == "--dtype float32 (rank 0: auto)"
+    fake = changed(facts, 3, settings={**settings, "--model": "fake"}, model=None)
+    assert only(checks.check_settings(fake)).value == "--model fake (rank 0: /models/m)"
+
+
 def test_healthy_ranks_have_nothing() -> None:
     findings = checks.examine(ranks(4), ENGINE, NEED)
     assert problems(findings) == []

@@ -51,3 +51,28 @@ def test_a_wrong_number_of_ranks_is_said_once_and_quickly() -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout.count("start with -n 3") == 1
     assert time.monotonic() - began < 15
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("first", "second", "difference"),
+    [
+        (("--tp", "2"), ("--pp", "2"), "--tp 1 (rank 0: 2), --pp 2 (rank 0: 1)"),
+        (("--pp", "2"), ("--pp", "2", "--block-size", "32"), "--block-size 32 (rank 0: 16)"),
+    ],
+)
+def test_ranks_with_different_options_are_told_apart(
+    first: tuple[str, ...], second: tuple[str, ...], difference: str
+) -> None:
+    """As serve would meet them: it would come up and wait for ever, or for the links to time out."""
+    command = [*COMMAND, "--model", "fake"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [str(MPIEXEC), "-n", "1", *command, *first, ":", "-n", "1", *command, *second],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert difference in " ".join(done.stdout.split())
+    assert time.monotonic() - began < 15
