@@ -16,6 +16,23 @@ pytestmark = pytest.mark.slurm
 SRUN = ("srun", "-N2", "--ntasks-per-node=1")
 DOCTOR = (sys.executable, "-m", "fastserve_hpc", "doctor")
 
+CONFIG = json.dumps(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+)
+
 
 def doctor(cluster: Cluster, *arguments: str, launcher: tuple[str, ...] = SRUN) -> tuple[int, list[dict[str, Any]]]:
     """The exit status and the findings that are not ok."""
@@ -42,7 +59,7 @@ def test_tensor_parallel_ranks_on_two_nodes(cluster: Cluster) -> None:
 
 def test_model_missing_on_one_node(cluster: Cluster) -> None:
     """/tmp is each node's own."""
-    cluster.run("sh", "-c", "mkdir -p /tmp/m && echo {} > /tmp/m/config.json", node="n1")
+    cluster.run("sh", "-c", f"mkdir -p /tmp/m && echo '{CONFIG}' > /tmp/m/config.json", node="n1")
     status, [finding] = doctor(cluster, "--model", "/tmp/m", "--pp", "2")
     assert status == 2
     assert (finding["level"], finding["check"], finding["rank"], finding["host"]) == ("error", "model", 1, "n2")
@@ -50,7 +67,7 @@ def test_model_missing_on_one_node(cluster: Cluster) -> None:
 
 
 def test_another_model_on_one_node(cluster: Cluster) -> None:
-    for node, content in (("n1", "{}"), ("n2", "{ }")):
+    for node, content in (("n1", CONFIG), ("n2", f"{CONFIG} ")):
         cluster.run("sh", "-c", f"mkdir -p /tmp/m && echo '{content}' > /tmp/m/config.json", node=node)
     status, findings = doctor(cluster, "--model", "/tmp/m", "--pp", "2")
     assert status == 2
