@@ -97,14 +97,14 @@ def _wait_until_unused(server: Server, within_s: float = 10.0) -> None:
 def test_show_6_a_thousand_cut_submits_leave_nothing(start_server: Callable[..., Server]) -> None:
     server = start_server("--model", "smollm2-135m").wait_ready()
     asyncio.run(_touch_kv(server, 32))
-    asyncio.run(_cut_submits(server, 800, 32))  # what is freed is kept for the next: memory is flat from here on
-    _wait_until_unused(server)
-    before = rss_bytes(server.rank_pid(0))
-    asyncio.run(_cut_submits(server, 1000, 32))
-    _wait_until_unused(server)
-    grown = rss_bytes(server.rank_pid(0)) - before
-    print(f"RSS grew by {grown / 2**20:.1f} MiB")
-    assert grown < 20 * 2**20
+    pid, grown = server.rank_pid(0), []
+    for _ in range(4):
+        before = rss_bytes(pid)
+        asyncio.run(_cut_submits(server, 400, 32))
+        _wait_until_unused(server)
+        grown.append(rss_bytes(pid) - before)
+    print(f"RSS grew by {[round(g / 2**20, 1) for g in grown]} MiB")
+    assert min(grown) < 2 * 2**20  # new peaks of what is kept for reuse come by chance, a leak comes every time
 
 
 @pytest.mark.timeout(180)
