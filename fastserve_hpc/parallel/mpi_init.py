@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.parallel.comm import Hook, do_nothing
 from fastserve_hpc.parallel.idle import Waiter, sharpen_sleeps
-from fastserve_hpc.parallel.signals import signals_end_the_process
 
 if TYPE_CHECKING:
     from fastserve_hpc.parallel.mpi_api import MPI
@@ -71,14 +70,13 @@ def init_mpi(
     """Initialise MPI on the main thread, the only one that may call it; returns the world.
 
     Raises `ConfigError` where launcher and library do not match. An MPI_Init that does not return within
-    `warn_after_s` is named on stderr; `give_up_after_s` later the process is killed. Until it returns, SIGTERM and
-    SIGINT end the process.
+    `warn_after_s` is named on stderr; `give_up_after_s` later the process is killed.
     """
     _load_mpi()
     from fastserve_hpc.parallel.mpi_api import MPI
 
     check_known_failure(environ, MPI.Get_library_version())
-    with _named_if_stuck("MPI_Init", warn_after_s, give_up_after_s), signals_end_the_process():
+    with _named_if_stuck("MPI_Init", warn_after_s, give_up_after_s):
         MPI.Init_thread(MPI.THREAD_FUNNELED)
     sharpen_sleeps()
     check_launcher(world_size_from_env(environ), MPI.COMM_WORLD.size, _library_name(MPI.Get_library_version()))

@@ -6,11 +6,9 @@ import enum
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-_STOPS = frozenset({signal.SIGTERM, signal.SIGINT})
-_SIGNALS = _STOPS | {signal.SIGUSR1}
+_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
 # A terminal and a launcher may both pass on the same key stroke; a person presses twice more slowly.
 _SAME_STROKE_S = 0.25
@@ -37,23 +35,6 @@ def block_signals() -> None:
 def unblock_signals() -> None:
     """Undo `block_signals` in this thread; the first act of a child process that wants to be stopped by signals."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-
-@contextmanager
-def signals_end_the_process() -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT end this process at once, also those that came before. Main thread only.
-
-    For a call that may hang with the interpreter locked: no handler and no thread of ours would run.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in _STOPS}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 class SignalThread(threading.Thread):
