@@ -10,8 +10,9 @@ from fastserve_hpc.core.plan import TokenLogprobs
 from fastserve_hpc.protocol import Alive, Delta, ToClient
 from fastserve_hpc.server.doors import Blocked, Peer, Unreachable
 
-MAX_REPLIES = 1000
-"""Replies other than deltas that wait for one client; it has stopped reading, so more are dropped."""
+MAX_REPLIES = 10_000
+"""Replies other than deltas that wait for one client; more are dropped, and who asked for them waits in vain: it sends
+without end and reads nothing. Deltas do not count, so that a refusal is not lost behind many answers."""
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
 
@@ -55,6 +56,7 @@ class Backlog:
     def __init__(self, now: float) -> None:
         self._waiting: dict[Hashable, DeltaSum | ToClient] = {}
         self._num_replies = 0
+        self._last_reply = 0
         self._pause_s = MIN_PAUSE_S
         self.retry_at = now + MIN_PAUSE_S
 
@@ -70,9 +72,10 @@ class Backlog:
                 waiting.add(message)
             else:
                 self._waiting[key] = DeltaSum(message)
-        elif len(self._waiting) < MAX_REPLIES:
+        elif self._num_replies < MAX_REPLIES:
             self._num_replies += 1
-            self._waiting[self._num_replies] = message
+            self._last_reply += 1
+            self._waiting[self._last_reply] = message
 
     def first(self) -> ToClient:
         waiting = next(iter(self._waiting.values()))
@@ -80,7 +83,8 @@ class Backlog:
 
     def drop_first(self) -> None:
         """The first went out: the client reads again."""
-        del self._waiting[next(iter(self._waiting))]
+        first = self._waiting.pop(next(iter(self._waiting)))
+        self._num_replies -= not isinstance(first, DeltaSum)
         self._pause_s = MIN_PAUSE_S
 
     def pause(self, now: float) -> None:

@@ -116,6 +116,24 @@ def test_replies_to_who_never_reads_are_bounded(wire: Wire, outbox: Outbox) -> N
     assert len(wire.messages(A)) == MAX_REPLIES
 
 
+def test_a_refusal_is_not_lost_behind_many_answers(wire: Wire, outbox: Outbox) -> None:
+    wire.blocked.add(A)
+    for i in range(2 * MAX_REPLIES):
+        outbox.post(A, delta("a", id=i))
+    outbox.post(A, Failed(-2, "busy", "later"))
+    wire.blocked.clear()
+    wire.now = 10.0
+    outbox.retry()
+    assert wire.messages(A)[-1] == Failed(-2, "busy", "later")
+    wire.blocked.add(A)
+    for i in range(MAX_REPLIES):  # what went out counts no more
+        outbox.post(A, Failed(i, "busy", "later"))
+    wire.blocked.clear()
+    wire.now = 20.0
+    outbox.retry()
+    assert len(wire.messages(A)) == 3 * MAX_REPLIES + 1
+
+
 def test_who_is_gone_is_reported_once_and_forgotten(wire: Wire, outbox: Outbox) -> None:
     wire.blocked.add(A)
     outbox.post(A, delta("a"))
