@@ -57,14 +57,13 @@ class SamplingParams:
             ("temperature", self.temperature or 0.0, 0.0, 100.0),
             ("top_p", self.top_p, 0.0, 1.0),
             ("min_p", self.min_p, 0.0, 1.0),
+            ("repetition_penalty", self.repetition_penalty, 0.01, 100.0),  # nearer to 0 logits would overflow
             ("presence_penalty", self.presence_penalty, -2.0, 2.0),
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
         )
         for name, value, low, high in ranges:
             _require(low <= value <= high, name, value, f"between {low:g} and {high:g}")
         _require(self.top_p > 0, "top_p", self.top_p, "above 0; use temperature 0 for greedy")
-        positive = 0.0 < self.repetition_penalty <= 100.0
-        _require(positive, "repetition_penalty", self.repetition_penalty, "above 0 and at most 100")
         for token_id, bias in self.logit_bias.items():
             _require(math.isfinite(bias) and abs(bias) <= 100, f"logit_bias[{token_id}]", bias, "between -100 and 100")
 
@@ -121,13 +120,16 @@ def resolve(
     check_token_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", tuple(sampling.logit_bias), limits.vocab_size)
     eos = () if sampling.ignore_eos else limits.eos_token_ids
+    stop_token_ids = {*sampling.stop_token_ids, *eos}
+    if sampling.min_tokens > 0 and len(stop_token_ids) == limits.vocab_size:
+        raise RequestError(f"min_tokens is {sampling.min_tokens}, but every token of the vocabulary is a stop token id")
     temperature = sampling.temperature
     return replace(
         sampling,
         max_tokens=_resolved_max_tokens(sampling, len(prompt), limits.max_model_len),
         temperature=float(sampling.n > 1) if temperature is None else temperature,
         seed=default_seed if sampling.seed is None else sampling.seed,
-        stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *eos})),
+        stop_token_ids=tuple(sorted(stop_token_ids)),
     )
 
 

@@ -21,6 +21,7 @@ PROMPT = (5, 6, 7)
         ("top_k", -1),
         ("min_p", -1e-9),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-38),
         ("repetition_penalty", math.nan),
         ("presence_penalty", 3.0),
         ("frequency_penalty", math.nan),
@@ -46,6 +47,14 @@ def test_values_that_make_no_sense_are_named(name: str, value: object) -> None:
 def test_extreme_but_sound_values_pass(params: dict[str, float]) -> None:
     SamplingParams(**params).validate()
     assert resolve(SamplingParams(**params), PROMPT, LIMITS, 0).max_tokens == 47
+
+
+def test_no_answer_without_stop_ids_is_possible_if_all_ids_stop() -> None:
+    everything = tuple(range(LIMITS.vocab_size))
+    assert resolve(SamplingParams(stop_token_ids=everything), PROMPT, LIMITS, 0).min_tokens == 0
+    for params in ({"stop_token_ids": everything}, {"stop_token_ids": everything[:2] + everything[3:]}):
+        with pytest.raises(RequestError, match="min_tokens is 3, but every token"):
+            resolve(SamplingParams(min_tokens=3, **params), PROMPT, LIMITS, 0)
 
 
 def test_resolve_fills_in_what_depends_on_the_model() -> None:
