@@ -124,7 +124,7 @@ def find(
         if target is not None:
             raise EndpointError(f"both endpoint {os.fspath(target)!r} and job {job} were given: give one")
         return _alive(_of_job(str(job), directory), directory)
-    target = target if target is not None else env.get(ENDPOINT_VARIABLE)
+    target = target if target is not None else env.get(ENDPOINT_VARIABLE) or None  # empty: not set
     if target is None:
         return _alive(_usual(env, directory), directory)
     return _alive(_named(os.fspath(target), directory), directory)

@@ -61,6 +61,7 @@ def test_without_a_name(environ: dict[str, str]) -> None:
     write(environ, "default")
     assert find(environ=environ).name == "default"
     assert find(environ={**environ, "FASTSERVE_HPC_ENDPOINT": "demo"}).name == "demo"
+    assert find(environ={**environ, "FASTSERVE_HPC_ENDPOINT": ""}).name == find(environ=environ).name
 
 
 @pytest.mark.parametrize(

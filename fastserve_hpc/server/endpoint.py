@@ -46,12 +46,15 @@ class EndpointFile:
         """Readers see the old file or the new one, also after a crash."""
         temporary = self._path.with_suffix(f".{self.endpoint.instance_id}.tmp")
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        with open(os.open(temporary, flags, 0o600), "wb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(msgspec.json.format(msgspec.json.encode(self.endpoint)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._path)
+        try:
+            with open(os.open(temporary, flags, 0o600), "wb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(msgspec.json.format(msgspec.json.encode(self.endpoint)) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+        finally:
+            temporary.unlink(missing_ok=True)  # the disk was full
 
 
 def remove(path: Path, endpoint: Endpoint) -> None:

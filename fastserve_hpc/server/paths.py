@@ -41,15 +41,17 @@ def runtime_root(environ: Mapping[str, str]) -> Path:
             root.mkdir(mode=0o700)
         _make_private(root)
     except OSError as error:
-        raise ConfigError(
-            f"{root}: {error.strerror}; set {RUNTIME_VARIABLE} to a local directory of your own"
-        ) from error
+        raise _unusable(root, error) from error
     return root
+
+
+def _unusable(root: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{root}: {error.strerror}; set {RUNTIME_VARIABLE} to a local directory of your own")
 
 
 def _chosen_root(environ: Mapping[str, str]) -> Path:
     if chosen := environ.get(RUNTIME_VARIABLE):
-        return Path(chosen)
+        return Path(chosen).absolute()  # clients elsewhere are told it, too
     given = environ.get("XDG_RUNTIME_DIR")
     if given and _is_private(Path(given)):
         below = Path(given) / "fastserve-hpc"
@@ -87,11 +89,15 @@ class RuntimeDir:
     """A fresh directory below the root, held by a lock on a file in it: who dies leaves it to the next to sweep."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        """Raises `ConfigError` where nothing can be made there."""
         root = runtime_root(environ)
-        _sweep(root)
-        self.path = Path(tempfile.mkdtemp(dir=root, prefix=""))
-        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            _sweep(root)
+            self.path = Path(tempfile.mkdtemp(dir=root, prefix=""))
+            self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise _unusable(root, error) from error
 
     def close(self) -> None:
         """Remove the directory. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -55,6 +56,22 @@ def test_published_updated_removed(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["demo.json"]
     file.remove()
     assert list(path.parent.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = claim(tmp_path, "demo")
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    file.update(state="ready")  # said on standard error, and no more than that
+    with pytest.raises(OSError, match="No space"):
+        claim(tmp_path, "other")
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["demo.json"]
+    file.update(max_model_len=7)  # the next one finds its way free
+    assert load(tmp_path / "demo.json").max_model_len == 7
 
 
 def test_default_names_move_on_and_names_asked_for_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -65,6 +66,25 @@ def test_a_link_a_file_a_long_path_and_a_missing_parent_are_refused_with_the_cur
         with pytest.raises(ConfigError, match=text) as refused:
             runtime_root({RUNTIME_VARIABLE: str(short / name)})
         assert str(short / name) in str(refused.value)
+
+
+def test_a_relative_root_means_the_same_place_to_clients_elsewhere(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(short)
+    with RuntimeDir({RUNTIME_VARIABLE: "run"}) as runtime:
+        assert runtime.path.parent == short / "run"
+
+
+def test_a_root_that_nothing_can_be_made_in_is_refused_with_the_cure(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(ConfigError, match=f"{short}: Read-only file system; set {RUNTIME_VARIABLE}"):
+        RuntimeDir({RUNTIME_VARIABLE: str(short)})
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
