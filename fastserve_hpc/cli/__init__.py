@@ -1,12 +1,16 @@
 """The command line. One file a command, loaded only when it is asked for.
 
 A command returns an `ExitCode` (None is `DONE`). A `FastServeError` ends it with one line on
-standard error and the error's exit code; anything else is a bug and shows its traceback.
+standard error and the error's exit code, and so does a disk that is full or a file that cannot be
+opened; anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
+import os
+import sys
 from typing import Any
 
 import click
@@ -48,6 +52,16 @@ class Commands(click.Group):
         command: click.Command = module.command
         return command
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        prepare_streams()
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # but for a closed pipe, with which click ends quietly
+            if error.strerror is None:
+                raise
+            click.echo(f"error: {error.filename or 'input or output'}: {error.strerror}", err=True)
+            sys.exit(int(ExitCode.INTERNAL))
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             code = super().invoke(ctx)
@@ -58,6 +72,34 @@ class Commands(click.Group):
             click.echo("interrupted", err=True)
             code = ExitCode.STOPPED_EARLY
         ctx.exit(int(code or ExitCode.DONE))
+
+
+def prepare_streams() -> None:
+    """Make standard streams that a parent has closed, and let no character end a command.
+
+    Without, the next file or socket would get a closed stream's number, and what is printed. Bytes that are not
+    text come in as lone surrogates, which no request may hold; what the output cannot show goes out escaped.
+    """
+    for number in range(3):
+        _occupy(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  as long as the process
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _occupy(number: int) -> None:
+    """Let a descriptor that is closed stand for nothing, in children too."""
+    try:
+        os.fstat(number)
+    except OSError:
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, number)
+        os.set_inheritable(number, True)
+        if null != number:
+            os.close(null)
 
 
 @click.group(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from fastserve_hpc.cli.options import config_options, endpoint_options, json_option, output_path
+from fastserve_hpc.cli.options import NOT_NEGATIVE, config_options, endpoint_options, json_option, output_path
 from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.errors import ConfigError, ExitCode, ModelError
 
@@ -135,7 +135,7 @@ class BatchOptions:
 )
 @click.option("--ttft", is_flag=True, help="Measure times to the first token, which costs some speed.")
 @click.option(
-    "--reconnect-s", type=click.FloatRange(min=0), metavar="S",
+    "--reconnect-s", type=NOT_NEGATIVE, metavar="S",
     help=f"How long a running server that is lost may take to come back.  [default: {_RECONNECT_S:g}]",
 )  # fmt: skip
 @click.option("--engine-setting", type=(str, str), multiple=True, hidden=True)

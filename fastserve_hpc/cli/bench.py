@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fastserve_hpc.cli.options import endpoint_options, input_path, json_option
+from fastserve_hpc.cli.options import POSITIVE, endpoint_options, input_path, json_option
 from fastserve_hpc.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -32,11 +32,9 @@ A request that does not fit the server's context is cut, and the number of those
 @click.command(epilog=_EPILOG, short_help="Load a server as a trace says, report latencies.")
 @click.option("--trace", type=input_path, required=True, help="JSON lines of times and lengths.")
 @click.option("--requests", type=click.IntRange(min=1), help="Only the first so many requests of the trace.")
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), help="Scale the trace's times to so many a second."
-)
+@click.option("--rate", type=POSITIVE, help="Scale the trace's times to so many a second.")
 @click.option("--offline", is_flag=True, help="Send all requests at once.")
-@click.option("--scale-lengths", type=click.FloatRange(min=0, min_open=True), help="Multiply all lengths by this.")
+@click.option("--scale-lengths", type=POSITIVE, help="Multiply all lengths by this.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts, and of times drawn for --rate.")
 @endpoint_options()
 @json_option()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -21,6 +22,20 @@ from fastserve_hpc.errors import ConfigError
 
 Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
+
+
+class Finite(click.FloatRange):
+    """A number that a clock or a length can be computed with: not NaN, not infinite."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+POSITIVE = Finite(min=0, min_open=True)
+NOT_NEGATIVE = Finite(min=0)
 
 
 def size(text: str | int) -> int:

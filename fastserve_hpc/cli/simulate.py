@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fastserve_hpc.cli.options import input_path, json_option, output_path
+from fastserve_hpc.cli.options import POSITIVE, input_path, json_option, output_path
 from fastserve_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def _numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tu
     return numbers
 
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
 _COUNT = click.IntRange(min=1)
 
 
@@ -68,8 +67,8 @@ _COUNT = click.IntRange(min=1)
 @click.option("--chunk", type=_COUNT, default=2048, show_default=True, help="Most tokens in one iteration.")
 @click.option("--kv-tokens", help="Tokens in the KV cache, or ample. Default: what the memory holds.")
 @click.option("--arrivals", default=None, help="trace, poisson or gamma:CV. Default: the trace's own, else poisson.")
-@click.option("--scale-prompts", type=_POSITIVE, default=1.0, help="Multiply the trace's prompt lengths by this.")
-@click.option("--scale-outputs", type=_POSITIVE, default=1.0, help="Multiply the trace's output lengths by this.")
+@click.option("--scale-prompts", type=POSITIVE, default=1.0, help="Multiply the trace's prompt lengths by this.")
+@click.option("--scale-outputs", type=POSITIVE, default=1.0, help="Multiply the trace's output lengths by this.")
 @click.option(
     "--hints",
     default="none",

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fastserve_hpc.cli.options import endpoint_options
+from fastserve_hpc.cli.options import NOT_NEGATIVE, endpoint_options
 from fastserve_hpc.errors import EndpointError, ExitCode
 
 _EPILOG = """\b
@@ -22,7 +22,9 @@ _POLL_S = 0.2
 @click.command(epilog=_EPILOG, short_help="End a server, finishing what it runs.")
 @endpoint_options()
 @click.option("--now", is_flag=True, help="Do not finish what runs.")
-@click.option("--wait", "wait_s", type=float, default=60.0, show_default=True, help="Seconds to wait for the end.")
+@click.option(
+    "--wait", "wait_s", type=NOT_NEGATIVE, default=60.0, show_default=True, help="Seconds to wait for the end."
+)
 def command(endpoint: str | None, job: str | None, now: bool, wait_s: float) -> ExitCode:
     """End a server: it takes no more requests, finishes those it has (see serve --drain-s), and leaves."""
     from fastserve_hpc.client import Client

@@ -72,7 +72,7 @@ def _the_prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
     if text == "-" or (not given and not sys.stdin.isatty()):
         return sys.stdin.read()
     if file is not None:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8", errors="surrogateescape")  # refused as from a pipe
     if not given:
         raise ConfigError('no prompt: write fastserve-hpc submit "your question", or pipe it in')
     return str(given[0])

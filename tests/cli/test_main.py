@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from click.testing import Result
@@ -75,6 +77,64 @@ def test_a_bug_shows_its_traceback() -> None:
     assert result.returncode == 1
     assert "Traceback" in result.stderr
     assert "TypeError" in result.stderr
+
+
+def test_a_full_disk_and_a_missing_directory_are_one_line(run: Run, tmp_path: Path) -> None:
+    result = run("submit", "hi", "--stats", str(tmp_path / "gone" / "stats"))
+    assert (result.exit_code, result.stderr) == (1, f"error: {tmp_path}/gone/stats: No such file or directory\n")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fastserve_hpc", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+        )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_standard_streams_are_nothing_and_stay_so(closed: str) -> None:
+    """The next file would get the number of a closed stream, and what is printed."""
+    code = (
+        "import os, subprocess, sys; from fastserve_hpc.cli import prepare_streams; prepare_streams();"
+        "assert os.open('/dev/null', os.O_RDONLY) > 2; assert None not in (sys.stdin, sys.stdout, sys.stderr);"
+        "print('x', flush=True); print('y', file=sys.stderr, flush=True); sys.stdin.isatty();"
+        "sys.exit(subprocess.run(['sh', '-c', 'test -e /proc/self/fd/0 -a -e /proc/self/fd/1']).returncode)"
+    )
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+    assert subprocess.run(command, timeout=30, check=False).returncode == 0
+
+
+def test_what_a_terminal_cannot_show_is_escaped_and_what_is_no_text_comes_in_as_such() -> None:
+    code = (
+        "import sys; from fastserve_hpc.cli import prepare_streams; prepare_streams();"
+        "print('\\u00e9', ascii(sys.stdin.read()))"
+    )
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=b"a\xff", capture_output=True, timeout=30, check=True, env=environ)
+    assert done.stdout == b"\\xe9 'a\\udcff'\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "--trace", "FILE", "--rate", "nan"),
+        ("bench", "--trace", "FILE", "--rate", "inf"),
+        ("bench", "--trace", "FILE", "--scale-lengths", "inf"),
+        ("bench", "--trace", "FILE", "--scale-lengths", "nan"),
+        ("stop", "--wait", "nan"),
+        ("simulate", "--scale-outputs", "nan"),
+    ],
+)
+def test_numbers_that_no_clock_knows_are_refused(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n')
+    result = run(*(str(trace) if argument == "FILE" else argument for argument in arguments))
+    assert result.exit_code == 2
+    assert "is not a finite number" in result.stderr
 
 
 def test_module_and_help_start_at_once() -> None:
