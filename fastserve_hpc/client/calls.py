@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -134,7 +134,9 @@ def encoded(message: protocol.ToServer, id: int) -> list[bytes]:
     """The frames of a message under this id. Raises `RequestError` where a value cannot be sent."""
     try:
         frames = protocol.encode(msgspec.structs.replace(message, id=id))
-    except (OverflowError, TypeError, ValueError) as error:  # ids over 64 bits, objects, lone surrogates
+    except UnicodeEncodeError:
+        raise RequestError("a text of the request is not Unicode and cannot be sent: is it UTF-8?") from None
+    except (OverflowError, TypeError, ValueError) as error:  # ids over 64 bits, objects
         raise RequestError(f"a value of the request cannot be sent: {error}") from None
     if (size := len(frames[1])) > protocol.MAX_MESSAGE_BYTES:
         raise RequestError(f"the request has {size} bytes: at most {protocol.MAX_MESSAGE_BYTES} are allowed")
@@ -144,6 +146,8 @@ def encoded(message: protocol.ToServer, id: int) -> list[bytes]:
 def _split(prompt: Prompt) -> tuple[str | list[int] | None, list[ChatMessage] | None]:
     if isinstance(prompt, str):
         return prompt, None
+    if not isinstance(prompt, Iterable):
+        raise RequestError(f"the prompt is {prompt!r}: it must be text, token ids or chat messages")
     items: list[Any] = list(prompt)
     if items and isinstance(items[0], Mapping):
         return None, [_chat_message(i, item) for i, item in enumerate(items)]
@@ -175,8 +179,8 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
     if isinstance(stop := values.get("stop"), str):
         values["stop"] = (stop,)
     for name in ("stop", "stop_token_ids"):
-        if name in values:
-            values[name] = tuple(values[name] or ())
+        if isinstance(given := values.get(name, ()), Iterable) or given is None:
+            values[name] = tuple(given or ())  # what is neither is refused by the server
     return SamplingParams(**values)
 
 

@@ -18,6 +18,8 @@ from fastserve_hpc.protocol import Ping, ProtocolError, Welcome
 
 LINGER_S = 1.0
 _HANDSHAKE_ID = 0
+_LOOK_S = 0.2
+"""How often a server that does not answer yet is looked at."""
 _EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -104,13 +106,22 @@ def _race(candidates: list[Connection], endpoint: Endpoint, timeout_s: float) ->
         poller.register(candidate.monitor, zmq.POLLIN)
     deadline = time.monotonic() + timeout_s
     while (left := deadline - time.monotonic()) > 0 and not all(c.was_refused for c in candidates):
-        poller.poll(int(left * 1000) + 1)
+        _check_alive(candidates, endpoint)
+        poller.poll(int(min(left, _LOOK_S) * 1000) + 1)
         for candidate in candidates:
             for frames in candidate.receive():
                 _check_welcome(frames, endpoint, candidate.address)
                 candidate.was_lost = False
                 return candidate
     raise EndpointError(_why_nobody(candidates, endpoint, timeout_s))
+
+
+def _check_alive(candidates: Sequence[Connection], endpoint: Endpoint) -> None:
+    """Raise `EndpointError` if the server has ended meanwhile: libzmq would go on trying."""
+    files = [Path(c.address.removeprefix("ipc://")) for c in candidates if c.address.startswith("ipc://")]
+    is_gone = len(files) == len(candidates) and not any(file.exists() for file in files)
+    if is_gone or endpoint.is_dead():
+        raise EndpointError(f"the server of endpoint {endpoint.name!r} has ended")
 
 
 def _check_welcome(frames: list[bytes], endpoint: Endpoint, address: str) -> None:

@@ -24,7 +24,7 @@ from fastserve_hpc.client.connection import connect
 from fastserve_hpc.core.plan import TokenDelta, TokenLogprobs
 from fastserve_hpc.core.request import Request
 from fastserve_hpc.dealer import prepare
-from fastserve_hpc.endpoint import Endpoint
+from fastserve_hpc.endpoint import Endpoint, ServerProcess
 from fastserve_hpc.errors import EndpointError, RequestError
 from fastserve_hpc.server.queues import EngineOutput
 
@@ -132,7 +132,9 @@ def test_refused_values_raise_here_or_there_and_cost_nothing_else(door: FrontDoo
             ([{"role": "user", "content": 5}], r"messages\[0\] is .* must be text"),
             ("", "empty"),
             ([], "empty"),
-            ("\ud800", "cannot be sent"),
+            ("\ud800", "not Unicode and cannot be sent"),
+            (None, "the prompt is None: it must be text"),
+            (5, "the prompt is 5: it must be text"),
             ("x" * (17 * 2**20), r"the request has 178\d+ bytes"),
         ):
             with pytest.raises(RequestError, match=text):
@@ -143,6 +145,8 @@ def test_refused_values_raise_here_or_there_and_cost_nothing_else(door: FrontDoo
             client.generate("x", n=2**62)  # nothing is made for so many
         with pytest.raises(RequestError, match="temperature"):
             client.generate("x", temperature="hot")
+        with pytest.raises(RequestError, match="stop"):
+            client.generate("x", stop=5)
         with pytest.raises(TypeError, match="max_token"):
             client.generate("x", max_token=5)
         assert client.generate("ab", max_tokens=2).text == "ab"
@@ -289,6 +293,23 @@ def test_who_does_not_answer_is_given_up_after_the_connect_timeout() -> None:
         port = server.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(EndpointError, match="nobody answers at tcp://.* within 0.3 s"):
             connect(Endpoint("x", [f"tcp://127.0.0.1:{port}"]), 0.3)
+
+
+def test_a_server_that_ends_before_it_answers_is_not_waited_for(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/clients"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.bind(address)
+        gone = threading.Timer(0.3, (tmp_path / "clients").unlink)
+        gone.start()
+        with pytest.raises(EndpointError, match="server of endpoint 'x' has ended"):
+            connect(Endpoint("x", [address]), timeout_s=60.0)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        endpoint = Endpoint("x", [address], process=ServerProcess.of(child.pid))
+        (tmp_path / "clients").touch()
+        killed = threading.Timer(0.3, child.kill)
+        killed.start()
+        with pytest.raises(EndpointError, match="has ended"):
+            connect(endpoint, timeout_s=60.0)
 
 
 def test_an_answer_of_the_wrong_kind_is_an_endpoint_error(door: FrontDoor) -> None:
