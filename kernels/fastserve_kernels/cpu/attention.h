@@ -36,7 +36,8 @@ class AttentionTile {
         sums_(scores_ + kMaxRows * kSuperblock),
         totals_(sums_ + kMaxRows * args.kv.head_dim),
         weights_(reinterpret_cast<bf16*>(totals_ + kMaxRows * 16)),
-        queries_(weights_ + kMaxRows * kSuperblock) {}
+        queries_(weights_ + kMaxRows * kSuperblock),
+        alone_((args.query_start[sequence + 1] - first_token_) * group_ == rows) {}
 
   void run() {
     const int64_t head_dim = a_.kv.head_dim;
@@ -69,10 +70,13 @@ class AttentionTile {
     const int num_pages = tokens >= kSuperblock ? kPages : static_cast<int>((tokens + kPageTokens - 1) / kPageTokens);
     const bf16* pages[kPages];
     for (int p = 0; p < num_pages; ++p) pages[p] = kv_page(a_.kv, table_, kv_head_, base + p * kPageTokens);
-    for (int p = 0; p < num_pages; ++p) prefetch(pages[p] + a_.kv.v_offset);
+    if (alone_) {
+      for (int p = 0; p < num_pages; ++p) prefetch(pages[p] + a_.kv.v_offset);
+    }
     dots.scores(queries_, pages, num_pages, scores_);
     for (int r = 0; r < rows_; ++r) softmax(r, base);
-    for (int64_t t = base + kSuperblock; t <= last && t < base + 2 * kSuperblock; t += kPageTokens) {
+    const int64_t ahead = alone_ ? base + 2 * kSuperblock : 0;
+    for (int64_t t = base + kSuperblock; t <= last && t < ahead; t += kPageTokens) {
       prefetch(kv_page(a_.kv, table_, kv_head_, t));
     }
     for (int p = 0; p < num_pages; ++p) pages[p] += a_.kv.v_offset;
@@ -85,26 +89,30 @@ class AttentionTile {
   }
 
   void softmax(int r, int64_t base) {
-    F16 s[kPages];
-    for (int p = 0; p < kPages; ++p) s[p] = mul(load(scores_ + r * kSuperblock + p * 16), splat(a_.scale));
+    F16 s[kPages];  // in powers of 2 from here on
+    for (int p = 0; p < kPages; ++p) s[p] = load(scores_ + r * kSuperblock + p * 16);
     if (a_.softcap > 0) {
-      for (F16& v : s) v = mul(tanh(mul(v, splat(1.0f / a_.softcap))), splat(a_.softcap));
+      const F16 inverse = splat(a_.scale / a_.softcap), cap = splat(a_.softcap * kLog2E);
+      for (F16& v : s) v = mul(tanh(mul(v, inverse)), cap);
+    } else {
+      for (F16& v : s) v = mul(v, splat(a_.scale * kLog2E));
     }
     if (first_keys_[r] > base || positions_[r] < base + kSuperblock - 1) mask(r, base, s);
 
-    const float maximum = __builtin_fmaxf(maxima_[r], reduce_max(max(max(s[0], s[1]), max(s[2], s[3]))));
+    const float largest = reduce_max(max(max(s[0], s[1]), max(s[2], s[3])));
+    const float maximum = largest > maxima_[r] ? largest : maxima_[r];
     // A row whose keys all lie in later superblocks has no maximum yet; any finite one gives it weights of 0.
     const F16 shift = splat(maximum == -__builtin_inff() ? 0.0f : maximum);
     bf16* weights = weights_ + r * kSuperblock;
     F16 total = load(totals_ + r * 16);
     if (maximum != maxima_[r]) {
-      const F16 decay = exp(sub(splat(maxima_[r]), shift));
+      const F16 decay = exp2(sub(splat(maxima_[r]), shift));
       total = mul(total, decay);
       rescale(r, decay);
       maxima_[r] = maximum;
     }
 #pragma GCC unroll 4
-    for (int p = 0; p < kPages; ++p) store(weights + p * 16, exp(sub(s[p], shift)));
+    for (int p = 0; p < kPages; ++p) store(weights + p * 16, exp2(sub(s[p], shift)));
 #pragma GCC unroll 4
     for (int p = 0; p < kPages; ++p) total = add(total, load(weights + p * 16));  // summed is what multiplies V
     store(totals_ + r * 16, total);
@@ -140,6 +148,7 @@ class AttentionTile {
   float* totals_;    // [rows][16]: the weights' sum, per lane
   bf16* weights_;    // [rows][64]
   bf16* queries_;    // [rows][head_dim]
+  const bool alone_;  // no other tile reads these pages: they come from memory
   int64_t positions_[kMaxRows];
   int64_t first_keys_[kMaxRows];  // seen by the row
   float maxima_[kMaxRows];

@@ -37,23 +37,23 @@ static inline float reduce_max(F16 v) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// exp(x) to about 1 ulp for x <= 88; exactly 0 below -86, so that a masked score of -inf weighs nothing.
-static inline F16 exp(F16 x) {
-  const F16 bounded = max(x, splat(-87.0f));
-  const F16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
-  const F16 shifted = fma(bounded, splat(1.44269504f), magic);
-  const F16 n = sub(shifted, magic);
-  F16 r = fma(n, splat(-0.693359375f), bounded);  // ln 2 in two parts: r stays exact to the last bit
-  r = fma(n, splat(2.12194440e-4f), r);
-  F16 p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = add(fma(p, mul(r, r), r), splat(1.0f));
-  return keep_if_ge(add_to_exponent(p, shifted), x, splat(-86.0f));
+// 2^x to about 1 ulp for x <= 127. Below -126 it is 0: at the bound of -127 exactly, so that a masked score of minus
+// infinity weighs nothing, and above it denormal, which the unit takes for 0.
+static inline F16 exp2(F16 x) {
+  const F16 bounded = max(splat(-127.0f), x);  // of a bound and a NaN, the NaN
+  const F16 magic = splat(12582912.0f);        // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
+  const F16 shifted = add(bounded, magic);
+  const F16 r = sub(bounded, sub(shifted, magic));
+  F16 p = splat(1.3264727193e-3f);  // minimax on [-0.5, 0.5] with p(0) = 1
+  p = fma(p, r, splat(9.6715126399e-3f));
+  p = fma(p, r, splat(5.5507337433e-2f));
+  p = fma(p, r, splat(2.4022242085e-1f));
+  p = fma(p, r, splat(6.9314697760e-1f));
+  p = fma(p, r, splat(1.0f));
+  return add_to_exponent(p, shifted);
 }
+
+constexpr float kLog2E = 1.44269504f;
 
 // 1 / x to about 1 ulp for 1 <= x < 1e37: a guess from the exponent, then Newton's steps. A division takes longer, and
 // the processors' own estimates differ.
@@ -65,24 +65,14 @@ static inline F16 reciprocal(F16 x) {
 }
 
 static inline F16 tanh(F16 x) {  // 1 - 2 / (exp(2x) + 1)
-  const F16 e = exp(min(mul(x, splat(2.0f)), splat(40.0f)));
+  const F16 e = exp2(min(splat(60.0f), mul(x, splat(2.0f * kLog2E))));
   return fnma(splat(2.0f), reciprocal(add(e, splat(1.0f))), splat(1.0f));
 }
 
-// 1 / (1 + exp(-x)) to some 1e-5 of it, which is a 200th of a rounding to bf16; 1e-35 instead of less.
+// 1 / (1 + exp(-x)); some 1e-35 instead of less.
 static inline F16 sigmoid(F16 x) {
-  const F16 bounded = min(splat(80.0f), max(splat(-80.0f), x));  // of a bound and a NaN, the NaN
-  const F16 t = mul(bounded, splat(-1.44269504f));
-  const F16 magic = splat(12582912.0f);
-  const F16 shifted = add(t, magic);
-  const F16 r = sub(t, sub(shifted, magic));
-  F16 p = splat(1.3333558146e-3f);  // 2^r, -0.5 <= r <= 0.5
-  p = fma(p, r, splat(9.6181291076e-3f));
-  p = fma(p, r, splat(5.5504108665e-2f));
-  p = fma(p, r, splat(2.4022650696e-1f));
-  p = fma(p, r, splat(6.9314718056e-1f));
-  p = fma(p, r, splat(1.0f));
-  return reciprocal(add(add_to_exponent(p, shifted), splat(1.0f)));
+  const F16 bounded = min(splat(80.0f), max(splat(-80.0f), x));
+  return reciprocal(add(exp2(mul(bounded, splat(-kLog2E))), splat(1.0f)));
 }
 
 // silu(x) = x sigmoid(x); gelu(x), in its form with tanh, is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).

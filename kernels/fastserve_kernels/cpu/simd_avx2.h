@@ -38,10 +38,6 @@ static inline bool any_nan(F16 v) {
   return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(v.lo, v.lo, _CMP_UNORD_Q),
                                          _mm256_cmp_ps(v.hi, v.hi, _CMP_UNORD_Q))) != 0;
 }
-static inline F16 keep_if_ge(F16 value, F16 x, F16 bound) {
-  return {_mm256_and_ps(value.lo, _mm256_cmp_ps(x.lo, bound.lo, _CMP_GE_OQ)),
-          _mm256_and_ps(value.hi, _mm256_cmp_ps(x.hi, bound.hi, _CMP_GE_OQ))};
-}
 static inline F16 iota() {
   return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15)};
 }

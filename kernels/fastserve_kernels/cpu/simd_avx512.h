@@ -26,10 +26,6 @@ static inline F16 fnma(F16 a, F16 b, F16 c) { return _mm512_fnmadd_ps(a, b, c); 
 static inline F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
 static inline F16 min(F16 a, F16 b) { return _mm512_min_ps(a, b); }
 static inline bool any_nan(F16 v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
-// value where x >= bound, else 0 (also for NaN)
-static inline F16 keep_if_ge(F16 value, F16 x, F16 bound) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), value);
-}
 static inline F16 iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 // value where first <= key <= last, else minus infinity
 static inline F16 minus_infinity_unless(F16 value, F16 key, F16 first, F16 last) {
