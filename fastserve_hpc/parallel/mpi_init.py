@@ -70,7 +70,8 @@ def init_mpi(
     """Initialise MPI on the main thread, the only one that may call it; returns the world.
 
     Raises `ConfigError` where launcher and library do not match. An MPI_Init that does not return within
-    `warn_after_s` is named on stderr; `give_up_after_s` later the process is killed.
+    `warn_after_s` is named on stderr; `give_up_after_s` later the process is killed, and so it is where SIGTERM or
+    SIGINT, blocked by `block_signals`, has waited for a while.
     """
     _load_mpi()
     from fastserve_hpc.parallel.mpi_api import MPI
@@ -122,18 +123,39 @@ def _library_name(library_text: str) -> str:
     return " ".join(library_text.split()[:3]).rstrip(",")
 
 
-# Runs in a process of its own, because MPI_Init holds the interpreter lock: no thread of ours could speak.
+# Runs in a process of its own, because MPI_Init holds the interpreter lock: no thread of ours could speak, or take
+# signals. They cannot be let through meanwhile: threads that MPI starts would inherit that, and the first one kills.
 # The closing of its input means that MPI_Init has returned or that the process is gone.
 _GUARD = """
-import os, select, signal, sys
-parent, warn_s, give_up_s, warning, farewell = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:]
-for wait_s, text in ((warn_s, warning), (give_up_s, farewell)):
-    if select.select([0], [], [], wait_s)[0]:
-        sys.exit()
+import os, select, signal, sys, time
+parent, warn_s, give_up_s, patience_s = int(sys.argv[1]), *map(float, sys.argv[2:5])
+warning, farewell, stopped = sys.argv[5:]
+STOPS = 1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1
+
+def is_told_to_stop():
+    with open(f"/proc/{parent}/status") as status:
+        return any(int(line.split()[1], 16) & STOPS for line in status if line.startswith("ShdPnd:"))
+
+def end(text):
     os.write(2, text.encode())
-if os.getppid() == parent:
-    os.kill(parent, signal.SIGKILL)
+    if os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
+    sys.exit()
+
+began, told_at = time.monotonic(), None
+while not select.select([0], [], [], min(0.2, warn_s))[0]:
+    now = time.monotonic()
+    if warning and now - began >= warn_s:
+        os.write(2, warning.encode())
+        warning = ""
+    if now - began >= warn_s + give_up_s:
+        end(farewell)
+    told_at = (told_at or now) if is_told_to_stop() else None
+    if told_at is not None and now - told_at >= patience_s:
+        end(stopped)
 """
+_PATIENCE_S = 2.0
+"""A signal that has waited so long will not be taken soon."""
 
 
 @contextmanager
@@ -142,8 +164,9 @@ def _named_if_stuck(call: str, warn_after_s: float, give_up_after_s: float) -> I
     who = f"fastserve-hpc: {call} of process {os.getpid()} on {host}"
     warning = f"{who} has not returned for {warn_after_s:g} s. Are all ranks up? {_CURES}.\n"
     farewell = f"{who} is given up.\n"
-    times = (str(warn_after_s), str(give_up_after_s))
-    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *times, warning, farewell]
+    stopped = f"{who} does not return, and the process was told to stop.\n"
+    times = (str(warn_after_s), str(give_up_after_s), str(_PATIENCE_S))
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *times, warning, farewell, stopped]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, env={})
     try:
         yield

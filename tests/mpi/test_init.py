@@ -1,8 +1,11 @@
 """Starting MPI: what hangs or does not match is named."""
 
+import os
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.mpi
@@ -21,6 +24,29 @@ def test_an_mpi_init_that_never_returns_is_given_up(mpi_command, mpi_environment
     )
     assert result.returncode != 0
     assert "is given up" in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stuck_mpi_init_can_be_stopped(number, mpi_command, mpi_environment):
+    """The lock that it holds keeps every handler and thread from acting."""
+    command = mpi_command(2, "stuck_init.py", "stay")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=mpi_environment
+    ) as p:
+        assert "has not returned" in p.stdout.readline()
+        os.kill(rank_of(p.pid), number)
+        assert p.wait(timeout=10) != 0
+        assert "does not return, and the process was told to stop" in p.stdout.read()
+
+
+def rank_of(launcher):
+    """The process of rank 0 under a launcher."""
+    ranks = [c for c in psutil.Process(launcher).children(recursive=True) if "stuck_init.py" in " ".join(c.cmdline())]
+    return next(rank.pid for rank in ranks if rank.environ()["PMI_RANK"] == "0")
+
+
+def test_mpi_starts_no_thread_that_takes_signals(mpi_run):
+    assert mpi_run(2, "signal_masks.py").count("blocked in all threads") == 2
 
 
 @pytest.mark.parametrize("environ", [{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, {"PMIX_RANK": "0"}])
