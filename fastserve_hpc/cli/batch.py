@@ -23,18 +23,21 @@ On a running server, beside its live clients:
 
 \b
 On ranks of its own, which end with the file:
-  mpiexec -n 2 fastserve-hpc batch --model smollm2-135m --pp 2 --input in.jsonl --output out.jsonl
+  mpiexec -n 2 fastserve-hpc batch --model smollm2-135m --pp 2 \\
+      --input in.jsonl --output out.jsonl
 
 \b
 A line of the input is an OpenAI batch line or just a prompt or messages:
-  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+   "body": {"messages": [...]}}
   {"prompt": "Once upon a time", "max_tokens": 50}
 
 \b
-After exit code 75, a crash or a kill: the same command again goes on where it ended.
+After exit code 75, a crash or a kill the same command goes on from there.
 Four jobs share a file; then their results become one:
   fastserve-hpc batch --input in.jsonl --output out-$I.jsonl --shard $I/4
-  fastserve-hpc batch --input in.jsonl --output out.jsonl --merge out-0.jsonl --merge ...
+  fastserve-hpc batch --input in.jsonl --output out.jsonl \\
+      --merge out-0.jsonl --merge ...
 """
 
 _PRIVATE = ("endpoint", "tcp")

@@ -17,16 +17,18 @@ if TYPE_CHECKING:
     from fastserve_hpc.sim.workload import Gaps, Source
 
 _EPILOG = """\b
-Two policies around the capacity of a device; a sweep over rates with a figure:
-  fastserve-hpc simulate --model llama-3-8b --hardware a100-80g --trace trace.jsonl \\
-      --policy fcfs,skip-join --load 0.8,1.0,1.2 --max-batch 64 --seeds 4
+Two policies around a device's capacity; a sweep over rates with a figure:
+  fastserve-hpc simulate --model llama-3-8b --hardware a100-80g \\
+      --trace trace.jsonl --policy fcfs,skip-join --load 0.8,1.0,1.2 \\
+      --max-batch 64 --seeds 4
   fastserve-hpc simulate --lengths sharegpt --policy fcfs,skip-join-paper \\
       --rate 1,2,3,4,5 --requests 400 --seeds 3 --figure curves.png
 
 \b
-All seconds are per output token from arrival to end, unless said otherwise. Load 1 is what fcfs
-gets done while its queue is never empty. "growth" tells how fast waiting grows: where it is well
-above 0 there is no steady state, and every number depends on --requests.
+All seconds are per output token from arrival to end, unless said otherwise.
+Load 1 is what fcfs gets done while its queue is never empty. "growth" tells
+how fast waiting grows: where it is well above 0 there is no steady state, and
+every number depends on --requests.
 """
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -175,6 +177,7 @@ def _token_id(position: int, token_id: Any) -> int:
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+    _check_names(values)
     values = dict(values)
     if isinstance(stop := values.get("stop"), str):
         values["stop"] = (stop,)
@@ -182,6 +185,18 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
         if isinstance(given := values.get(name, ()), Iterable) or given is None:
             values[name] = tuple(given or ())  # what is neither is refused by the server
     return SamplingParams(**values)
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    for name in values:
+        if name not in _SAMPLING_NAMES:
+            similar = difflib.get_close_matches(name, (*_SAMPLING_NAMES, *_SUBMIT_NAMES), 1)
+            cure = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(_SAMPLING_NAMES)}"
+            raise TypeError(f"{name} is no parameter of a request: {cure}")
+
+
+_SAMPLING_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_SUBMIT_NAMES = ("model", "service_class", "session", "expected_tokens")
 
 
 def _nothing() -> None:

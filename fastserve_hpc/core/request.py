@@ -143,12 +143,13 @@ def _resolved_max_tokens(sampling: SamplingParams, num_prompt_tokens: int, max_m
             "1 left for the answer: shorten the prompt or serve with a larger --max-model-len",
             code="context_length_exceeded",
         )
-    if max(sampling.max_tokens or 0, sampling.min_tokens) > room:
-        raise RequestError(
-            f"prompt ({num_prompt_tokens} tokens) + max_tokens ({sampling.max_tokens}), min_tokens "
-            f"({sampling.min_tokens}) is over the context of {max_model_len}: ask for at most {room}",
-            code="context_length_exceeded",
-        )
+    for name, wanted in (("max_tokens", sampling.max_tokens or 0), ("min_tokens", sampling.min_tokens)):
+        if wanted > room:
+            raise RequestError(
+                f"prompt ({num_prompt_tokens} tokens) + {name} ({wanted}) is over the context of {max_model_len}: "
+                f"ask for at most {room}",
+                code="context_length_exceeded",
+            )
     return room if sampling.max_tokens is None else sampling.max_tokens
 
 

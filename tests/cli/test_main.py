@@ -32,7 +32,7 @@ def test_every_command_teaches_by_example(run: Run, name: str) -> None:
     assert f"fastserve-hpc {name}" in result.output
 
 
-@pytest.mark.parametrize("name", ["", "serve", "submit", "chat", "status", "stop", "bench", "doctor", "sbatch"])
+@pytest.mark.parametrize("name", ["", *cli.COMMANDS, "sbatch serve", "sbatch batch"])
 def test_help_fits_into_80_columns(run: Run, name: str) -> None:
     lines = run(*name.split(), "--help").output.splitlines()
     assert [line for line in lines if len(line) > 80] == []

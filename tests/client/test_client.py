@@ -147,7 +147,7 @@ def test_refused_values_raise_here_or_there_and_cost_nothing_else(door: FrontDoo
             client.generate("x", temperature="hot")
         with pytest.raises(RequestError, match="stop"):
             client.generate("x", stop=5)
-        with pytest.raises(TypeError, match="max_token"):
+        with pytest.raises(TypeError, match="^max_token is no parameter of a request: did you mean max_tokens"):
             client.generate("x", max_token=5)
         assert client.generate("ab", max_tokens=2).text == "ab"
         assert client._calls.open_ids == []

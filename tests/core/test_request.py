@@ -88,8 +88,8 @@ def test_ids_outside_the_vocabulary_are_named(token_id: int, where: str) -> None
     [
         ((), {}, "prompt is empty"),
         ((1,) * 50, {}, "prompt has 50 tokens, but the context holds 50"),
-        (PROMPT, {"max_tokens": 48}, "ask for at most 47"),
-        (PROMPT, {"min_tokens": 48}, "ask for at most 47"),
+        (PROMPT, {"max_tokens": 48}, r"prompt \(3 tokens\) \+ max_tokens \(48\) is over .* ask for at most 47"),
+        (PROMPT, {"min_tokens": 48}, r"\+ min_tokens \(48\) is over .* ask for at most 47"),
         (PROMPT, {"min_tokens": 5, "max_tokens": 4}, r"at most max_tokens \(4\)"),
     ],
 )
