@@ -12,7 +12,6 @@ from fastserve_hpc.boot.world import check_launch, is_first_rank, join_world
 from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.errors import ExitCode, FastServeError
 from fastserve_hpc.models.spec import ModelSpec
-from fastserve_hpc.parallel.idle import Backoff
 from fastserve_hpc.parallel.signals import SignalThread, block_signals
 from fastserve_hpc.worker import loop
 
@@ -34,7 +33,7 @@ def run_rank(engine: EngineConfig, server: ServerConfig, batch_args: list[str] |
         control = world.worker_control()
         with world.loading(server.heartbeat_s):
             built = build_worker(engine, find_model(engine), world)
-        loop.run(built.worker, control, Backoff(), world.check)
+        loop.run(built.worker, control, world.backoff(), world.check)
         built.comm.close()
         control.close()
     return ExitCode.DONE

@@ -12,7 +12,9 @@ from fastserve_hpc import doctor
 from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.errors import FastServeError
 from fastserve_hpc.models.spec import ModelSpec
+from fastserve_hpc.parallel.comm import do_nothing
 from fastserve_hpc.parallel.control import Control, LocalControl, WorkerControl
+from fastserve_hpc.parallel.idle import Backoff
 from fastserve_hpc.parallel.mpi_init import UNKNOWN, world_size_from_env
 from fastserve_hpc.parallel.topology import Topology
 
@@ -59,6 +61,10 @@ class World:
         """While a rank loads libraries and weights it may be silent: both can hold the interpreter lock for long."""
         return nullcontext() if self._watchdog is None else _patience(self._watchdog, heartbeat_s)
 
+    def backoff(self) -> Backoff:
+        """The pauses of a rank that waits for plans."""
+        return Backoff(doze=None if self._watchdog is None else self._watchdog.doze)
+
     def say(self, text: str) -> None:
         """A line of news on standard error, from rank 0 only."""
         if self.topology.is_coordinator:
@@ -70,7 +76,8 @@ class World:
             return LocalControl()
         from fastserve_hpc.parallel.mpi_control import MpiControl
 
-        return MpiControl(self.mpi, self.check)
+        wake = do_nothing if self._watchdog is None else self._watchdog.wake_others
+        return MpiControl(self.mpi, self.check, wake)
 
     def worker_control(self) -> WorkerControl:
         """The side of a rank other than 0."""

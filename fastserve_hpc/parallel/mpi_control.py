@@ -5,11 +5,13 @@ In a broadcast tree a rank that is busy with its stage would hold up the ranks b
 
 from __future__ import annotations
 
+import time
+
 from fastserve_hpc.core.plan import IterationPlan, RankReport
 from fastserve_hpc.errors import RankError
 from fastserve_hpc.parallel.comm import Hook, do_nothing
 from fastserve_hpc.parallel.control import PlanCodec
-from fastserve_hpc.parallel.idle import Waiter
+from fastserve_hpc.parallel.idle import DOZE_AFTER_S, Waiter
 from fastserve_hpc.parallel.mpi_api import MPI
 
 _COORDINATOR = 0
@@ -63,9 +65,14 @@ class _Inbox:
 
 
 class MpiControl:
-    """`Control` of rank 0. Making one is collective: the other ranks make a `MpiWorkerControl` at the same time."""
+    """`Control` of rank 0. Making one is collective: the other ranks make a `MpiWorkerControl` at the same time.
 
-    def __init__(self, world: MPI.Intracomm, check: Hook = do_nothing) -> None:
+    `wake` is called with the first plan after a pause in which the others may have begun to doze.
+    """
+
+    def __init__(self, world: MPI.Intracomm, check: Hook = do_nothing, wake: Hook = do_nothing) -> None:
+        self._wake = wake
+        self._published_at = float("-inf")
         comm = world.Dup()
         self._others = range(1, comm.size)
         self._codec = PlanCodec()
@@ -77,6 +84,10 @@ class MpiControl:
         data = self._codec.encode(plan)
         for rank in self._others:
             self._outbox.send(data, rank, _PLAN_TAG)
+        now = time.monotonic()
+        if now - self._published_at > DOZE_AFTER_S / 2:
+            self._wake()
+        self._published_at = now
 
     def collect(self) -> list[RankReport]:
         self._outbox.is_empty()

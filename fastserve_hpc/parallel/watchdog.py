@@ -59,6 +59,8 @@ class Watchdog:
         self._allowance_s = heartbeat_s
         self._is_told = threading.Event()
         self._is_told.set()
+        self._is_waking = False
+        self._woken = threading.Event()
         self._ending = threading.Event()
         self._connected = threading.Event()
         self._wake, self._alarm = socket.socketpair()
@@ -115,6 +117,17 @@ class Watchdog:
         self._alarm.send(b"!")
         self._is_told.wait(_TELL_S)
 
+    def wake_others(self) -> None:
+        """End the dozing of the ranks connected to this one: work is coming."""
+        self._is_waking = True
+        self._alarm.send(b"!")
+
+    def doze(self, longest_s: float) -> bool:
+        """Sleep until another rank wakes this one, at most `longest_s`; whether it was woken."""
+        is_woken = self._woken.wait(longest_s)
+        self._woken.clear()
+        return is_woken
+
     def close(self) -> None:
         """Tell the others that this rank ends as planned, and stop watching."""
         self._is_closing = True
@@ -153,6 +166,7 @@ class Watchdog:
                 self._take(key.data)
         self._pass_on_failure(now)
         self._tell_allowance()
+        self._pass_on_wake()
         self._beat(now)
         self._judge(now)
 
@@ -179,6 +193,8 @@ class Watchdog:
             self._connected.set()
         elif frame.kind is Kind.BYE:
             link.said_bye = True
+        elif frame.kind is Kind.WAKE:
+            self._woken.set()
         elif frame.kind is Kind.ALLOW:
             link.allowance_s = _SECONDS.unpack(frame.payload)[0]
         elif frame.kind is Kind.ABORT:
@@ -202,6 +218,12 @@ class Watchdog:
             for link in self._links.values():
                 link.send(Kind.ALLOW, _SECONDS.pack(self._allowance_s), _TELL_S)
             self._is_told.set()
+
+    def _pass_on_wake(self) -> None:
+        if self._is_waking:
+            self._is_waking = False
+            for link in self._links.values():
+                link.send(Kind.WAKE)
 
     def _beat(self, now: float) -> None:
         if now - self._last_beat >= self._beat_s:

@@ -34,6 +34,8 @@ class Kind(enum.IntEnum):
     """Payload: exit code (one byte) and why. To rank 0: print it and end everyone. From rank 0: end now."""
     ALLOW = 5
     """Payload: seconds (a double) that the sender may be silent from now on."""
+    WAKE = 6
+    """Work is coming: do not doze."""
 
 
 @dataclass(frozen=True, slots=True)

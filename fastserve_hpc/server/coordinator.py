@@ -21,8 +21,8 @@ from fastserve_hpc.errors import RequestError
 from fastserve_hpc.parallel.control import Control
 from fastserve_hpc.server.queues import DrainMode, EngineCommands, EngineOutput
 
-IDLE_POLL_S = 0.2
-"""How long an idle coordinator sleeps, unless a command comes."""
+IDLE_POLL_S = 1.0
+"""How long an idle coordinator sleeps, unless a command or a drain comes."""
 
 
 class Worker(Protocol):
@@ -37,6 +37,8 @@ class CommandQueue(Protocol):
     def poll(self, timeout_s: float = 0.0) -> list[EngineCommands]: ...
 
     def send(self, output: EngineOutput) -> None: ...
+
+    def interrupt(self) -> None: ...
 
 
 class Backoff(Protocol):
@@ -120,6 +122,7 @@ class Coordinator:
     def request_drain(self, mode: DrainMode) -> None:
         """Ask for the end, from any thread: "finish" what was taken, within `drain_s`, or "now"."""
         self._drains.put(mode)
+        self._queue.interrupt()
 
     def progress(self) -> None:
         """Take in what ranks have reported and stream the tokens.

@@ -74,9 +74,11 @@ class FrameStream:
             raise QueueClosed
         return frames
 
-    def wait(self, timeout_s: float) -> None:
-        """Until there is something to read or, with a backlog, the kernel takes more of it."""
+    def wait(self, timeout_s: float, alarm: socket.socket | None = None) -> None:
+        """Until there is something to read (from `alarm`, too) or, with a backlog, the kernel takes more of it."""
         poller = select.poll()
+        if alarm is not None:
+            poller.register(alarm, select.POLLIN)
         poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         poller.poll(timeout_s * 1000)
 
@@ -123,10 +125,12 @@ class FrameStream:
 
 
 class CoordinatorQueue:
-    """The coordinator's end: takes commands, sends output. Owned by one thread."""
+    """The coordinator's end: takes commands, sends output. Owned by one thread, but for `interrupt`."""
 
     def __init__(self, stream: FrameStream) -> None:
         self._stream = stream
+        self._alarm, self._bell = socket.socketpair()
+        self._bell.setblocking(False)
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -140,12 +144,22 @@ class CoordinatorQueue:
             self._stream.flush()
             frames = self._stream.read()
             if not frames and timeout_s > 0:
-                self._stream.wait(timeout_s)
+                self._stream.wait(timeout_s, self._alarm)
+                self._hush()
                 self._stream.flush()
                 frames = self._stream.read()
             return [queues.decode_commands(frame) for frame in frames]
         except QueueClosed:
             raise _dead_ingress() from None
+
+    def interrupt(self) -> None:
+        """Let a `poll` that waits, or else the next one, return at once; from any thread."""
+        with contextlib.suppress(OSError):  # it rings already, or nobody polls any more
+            self._bell.send(b"!")
+
+    def _hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._alarm.recv(4096, socket.MSG_DONTWAIT)
 
     def send(self, output: EngineOutput) -> None:
         """Send without waiting. Raises `IngressError` if the ingress died or has long stopped reading."""
@@ -163,6 +177,8 @@ class CoordinatorQueue:
             while self._stream.backlog_bytes and (left := deadline - time.monotonic()) > 0:
                 self._stream.wait(left)
                 self._stream.flush()
+        self._alarm.close()
+        self._bell.close()
         self._stream.close()
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from fastserve_hpc.errors import RankError
-from fastserve_hpc.parallel.idle import Backoff, Waiter, sharpen_sleeps
+from fastserve_hpc.parallel.idle import DOZE_AFTER_S, Backoff, Waiter, sharpen_sleeps
 
 
 class Clock:
@@ -56,6 +56,25 @@ def test_work_resets_the_pause(monkeypatch):
     backoff.reset()
     backoff.pause()
     assert clock.sleeps[-1] == 20e-6
+
+
+def test_a_long_wait_is_a_doze_until_woken(monkeypatch):
+    clock, dozes = Clock(monkeypatch), []
+
+    def doze(seconds):
+        dozes.append(clock.now)
+        clock.now += seconds / 2 if len(dozes) == 3 else seconds
+        return len(dozes) == 3
+
+    backoff = Backoff(doze=doze)
+    while len(dozes) < 3:
+        backoff.pause()
+    assert dozes[0] == pytest.approx(100.0 + DOZE_AFTER_S, abs=0.01)
+    assert dozes[2] - dozes[1] == pytest.approx(1.0)
+    clock.sleeps.clear()
+    while not clock.sleeps:
+        backoff.pause()
+    assert clock.sleeps == [20e-6], "woken, it looks closely again"
 
 
 def test_a_wait_ends_when_done_and_runs_the_hook_meanwhile():

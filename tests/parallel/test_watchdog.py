@@ -214,3 +214,18 @@ def test_a_rank_that_never_joins_is_named():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=20)
     assert "RankError: the watchdogs of ranks [1, 2] did not join within 0.3 s" in result.stderr
+
+
+def test_rank_0_wakes_the_others_from_their_doze(make_ranks):
+    ranks = make_ranks(world=3).connect()
+    for rank in (1, 2):
+        ranks.order(rank, "doze 0.1")
+        assert ranks.processes[rank].stdout.readline().startswith("False 0.1")
+        assert ranks.processes[rank].stdout.readline() == "obeyed\n"
+        ranks.order(rank, "doze 30")
+    time.sleep(0.3)
+    ranks.order(0, "wake")
+    for rank in (1, 2):
+        woken, after_s = ranks.processes[rank].stdout.readline().split()
+        assert woken == "True"
+        assert float(after_s) < 10.0

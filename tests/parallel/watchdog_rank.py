@@ -2,11 +2,12 @@
 
 Rank 0 writes "port secret". Every rank writes "up" once all are connected, then obeys lines on stdin:
 "raise", "config", "close", "hold SECONDS" (with the interpreter locked), "allow SECONDS" (of silence),
-"leave" (without a goodbye).
+"leave" (without a goodbye), "wake" (the others), "doze SECONDS" (and writes whether and when it was woken).
 """
 
 import ctypes
 import sys
+import time
 
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.parallel.topology import Topology
@@ -35,6 +36,11 @@ def obey(watchdog: Watchdog, words: list[str]) -> None:
         ctypes.PyDLL(None).usleep(int(float(words[1]) * 1e6))
     if words[0] == "allow":
         watchdog.allow_silence(float(words[1]))
+    if words[0] == "wake":
+        watchdog.wake_others()
+    if words[0] == "doze":
+        begin = time.monotonic()
+        say(f"{watchdog.doze(float(words[1]))} {time.monotonic() - begin:.3f}")
     if words[0] == "leave":
         sys.exit(3)
     if words[0] == "close":

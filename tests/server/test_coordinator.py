@@ -54,6 +54,9 @@ class Script:
         assert output != EngineOutput(), "an empty message"
         self.outputs.append(output)
 
+    def interrupt(self) -> None:
+        """Nobody waits."""
+
     @property
     def deltas(self) -> list[TokenDelta]:
         return [delta for output in self.outputs for delta in output.deltas]
@@ -367,8 +370,10 @@ def test_over_a_real_queue_idle_is_cheap_and_a_drain_is_heard() -> None:
         theirs.send(submit(request(1, max_tokens=4, stop_token_ids=())))
         time.sleep(1.0)
     finally:
+        told_at = time.monotonic()
         coordinator.request_drain("finish")
         thread.join(timeout=5.0)
+    assert time.monotonic() - told_at < IDLE_POLL_S / 2
     assert not thread.is_alive()
     outputs = theirs.receive()
     assert [d.request_id for output in outputs for d in output.deltas] == [1] * 4
