@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from fastserve_hpc.config import state_dir
 from fastserve_hpc.core.engine import EngineState
 from fastserve_hpc.errors import EndpointError
+from fastserve_hpc.slurm.queue import active_jobs
 
 DEFAULT_NAME = "default"
 ENDPOINT_VARIABLE = "FASTSERVE_HPC_ENDPOINT"
@@ -65,6 +66,8 @@ class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
     max_model_len: int = 0
     job_id: str | None = None
+    cluster: str | None = None
+    """The Slurm cluster that counted the job."""
     process: ServerProcess | None = None
     started: float = 0.0
     """Seconds since 1970."""
@@ -72,6 +75,11 @@ class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     def is_dead(self) -> bool:
         """True only if that is certain."""
         return self.state == "ended" or (self.process is not None and self.process.is_dead())
+
+    @property
+    def is_of_a_job_elsewhere(self) -> bool:
+        """Whether Slurm alone knows if it has died without a word."""
+        return self.job_id is not None and (self.process is None or not self.process.is_here)
 
     def reachable_addresses(self) -> list[str]:
         """Those that make sense from this host, the nearest first."""
@@ -96,6 +104,21 @@ def load(path: Path) -> Endpoint:
         raise EndpointError(f"{path} is not an endpoint file ({error}): remove it and start the server again") from None
 
 
+def write(path: Path, endpoint: Endpoint) -> None:
+    """For this user alone. Readers see the old file or the new one, also after a crash."""
+    temporary = path.with_suffix(f".{endpoint.instance_id}.tmp")
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, 0o600), "wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(msgspec.json.format(msgspec.json.encode(endpoint)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # the disk was full
+
+
 def load_all(directory: Path) -> list[Endpoint]:
     """All endpoints that can be read, by name."""
     found = []
@@ -105,6 +128,14 @@ def load_all(directory: Path) -> list[Endpoint]:
         except (OSError, EndpointError):
             continue
     return found
+
+
+def without_ended_jobs(endpoints: Sequence[Endpoint]) -> list[Endpoint]:
+    """Leave out those whose Slurm job is over: who was killed leaves a file behind that calls it ready."""
+    jobs = active_jobs() if any(e.is_of_a_job_elsewhere for e in endpoints) else None
+    if jobs is None:
+        return list(endpoints)
+    return [e for e in endpoints if not (e.is_of_a_job_elsewhere and e.job_id and jobs.has_ended(e.job_id, e.cluster))]
 
 
 def find(
@@ -160,16 +191,20 @@ def _at_address(address: str, directory: Path) -> Endpoint:
 
 
 def _of_job(job: str, directory: Path) -> Endpoint:
-    found = [e for e in load_all(directory) if e.job_id == job and not e.is_dead()]
+    all_of_it = [e for e in load_all(directory) if e.job_id == job]
+    found = [e for e in all_of_it if not e.is_dead()]
     if len(found) == 1:
         return found[0]
     if found:
         raise EndpointError(f"job {job} has {len(found)} servers: name one with --endpoint: {_names(found)}")
+    if all_of_it:
+        raise EndpointError(f"the server of job {job} has ended; {_alternatives(directory)}")
     raise EndpointError(f"no server of job {job} in {directory}; {_alternatives(directory)}")
 
 
 def _usual(environ: Mapping[str, str], directory: Path) -> Endpoint:
-    living = {e.name: e for e in load_all(directory) if not e.is_dead()}
+    named = [e for e in load_all(directory) if not e.is_dead()]
+    living = {e.name: e for e in (without_ended_jobs(named) if len(named) > 1 else named)}
     for name in (default_name(environ), DEFAULT_NAME):
         if name in living:
             return living[name]
@@ -194,7 +229,7 @@ def _alive(endpoint: Endpoint, directory: Path) -> Endpoint:
 
 
 def _alternatives(directory: Path) -> str:
-    running = [e for e in load_all(directory) if not e.is_dead()]
+    running = without_ended_jobs([e for e in load_all(directory) if not e.is_dead()])
     if running:
         return f"running are: {_names(running)}"
     return "none is running: start one with 'fastserve-hpc serve'"

@@ -11,6 +11,7 @@ import pytest
 
 from fastserve_hpc.endpoint import CurveKeys, Endpoint, ServerProcess, find
 from fastserve_hpc.errors import EndpointError
+from fastserve_hpc.slurm.queue import ActiveJobs
 
 ALIVE = ServerProcess.of(os.getpid())
 DEAD = msgspec.structs.replace(ALIVE, start_ticks=1)
@@ -74,6 +75,7 @@ def test_without_a_name(environ: dict[str, str]) -> None:
         ("http://x", None, "must start with tcp:// or ipc://"),
         ("tcp://node:1", None, "TCP needs the keys"),
         (None, "99", "no server of job 99 in .*; running are: demo"),
+        (None, "98", "the server of job 98 has ended; running are: demo"),
         (None, "7", "job 7 has 2 servers: name one"),
         ("demo", "7", "both endpoint 'demo' and job 7"),
     ],
@@ -83,11 +85,27 @@ def test_what_is_not_found_is_named_with_the_place_and_the_cure(
 ) -> None:
     write(environ, "demo")
     write(environ, "stale", process=DEAD)
+    write(environ, "ended", job_id="98", state="ended")
     write(environ, "seven", job_id="7")
     write(environ, "seven-2", job_id="7")
     (Path(environ["FASTSERVE_HPC_HOME"]) / "endpoints" / "torn.json").write_text("{")
     with pytest.raises(EndpointError, match=text):
         find(target, job=job, environ=environ)
+
+
+def test_of_several_those_whose_job_is_over_do_not_count(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm is asked only where there is a choice, and believed only of its own cluster's jobs."""
+    far = ServerProcess("n9", 1, "pid:[9]", 1)
+    write(environ, "dead", job_id="1", cluster="here", process=far)
+    assert find(environ=environ).name == "dead"
+    monkeypatch.setattr("fastserve_hpc.endpoint.active_jobs", lambda: ActiveJobs("here", frozenset()))
+    write(environ, "demo")
+    assert find(environ=environ).name == "demo"
+    write(environ, "far", job_id="1", cluster="elsewhere", process=far)
+    with pytest.raises(EndpointError, match="demo, far"):
+        find(environ=environ)
 
 
 def test_with_nothing_running_the_cure_is_to_start_one(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from fastserve_hpc.cli.options import config_options, json_option
-from fastserve_hpc.config import EngineConfig
+from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 @click.command(epilog=_EPILOG, short_help="Check ranks, nodes, links, model and memory.")
 @json_option("Print the findings as JSON lines.")
-@config_options(engine=EngineConfig)
-def command(engine: EngineConfig, as_json: bool) -> ExitCode:
+@config_options(engine=EngineConfig, server=ServerConfig)
+def command(engine: EngineConfig, server: ServerConfig, as_json: bool) -> ExitCode:  # noqa: ARG001  made: checked
     """Check what a start depends on, without loading a model: on all ranks of this MPI world, or on one.
 
-    Takes the model and sizes that `serve` will get. Ends with 2 if something would keep it from starting.
+    Takes the options of `serve`: write `doctor` in its place. Ends with 2 if something would keep it from starting.
     """
     from fastserve_hpc.doctor import at_level, raise_errors, run
     from fastserve_hpc.parallel.mpi_init import finalize_mpi, world_size_from_env

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from fastserve_hpc.config import parse_size
 from fastserve_hpc.errors import ConfigError
@@ -100,9 +101,15 @@ def _click_type(field: dataclasses.Field[Any], hint: Any) -> Any:
 
 
 def endpoint_options(*, from_environment: bool = True) -> Decorator:
-    """`--endpoint` and `--job`: which running server a client command talks to."""
+    """`--endpoint` and `--job`: which running server a client command talks to. A job stands above the environment."""
 
     def decorate(command: Function) -> Function:
+        @functools.wraps(command)
+        def with_server(endpoint: str | None, job: str | None, **values: Any) -> Any:
+            if job is not None and comes_from_environment("endpoint"):
+                endpoint = None
+            return command(endpoint=endpoint, job=job, **values)
+
         endpoint = click.option(
             "--endpoint",
             metavar="NAME",
@@ -110,9 +117,14 @@ def endpoint_options(*, from_environment: bool = True) -> Decorator:
             help="The running server: its name, endpoint file, or address.",
         )
         job = click.option("--job", metavar="ID", help="The running server of this Slurm job.")
-        return endpoint(job(command))
+        return endpoint(job(with_server))
 
     return decorate
+
+
+def comes_from_environment(name: str) -> bool:
+    """Whether nobody has given the option on the command line."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.ENVIRONMENT
 
 
 def json_option(help_text: str = "Print JSON, for scripts.") -> Decorator:

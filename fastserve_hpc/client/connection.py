@@ -12,7 +12,7 @@ import zmq
 
 from fastserve_hpc import protocol
 from fastserve_hpc.dealer import prepare
-from fastserve_hpc.endpoint import CurveKeys, Endpoint
+from fastserve_hpc.endpoint import CurveKeys, Endpoint, without_ended_jobs
 from fastserve_hpc.errors import EndpointError
 from fastserve_hpc.protocol import Ping, ProtocolError, Welcome
 
@@ -20,6 +20,8 @@ LINGER_S = 1.0
 _HANDSHAKE_ID = 0
 _LOOK_S = 0.2
 """How often a server that does not answer yet is looked at."""
+_PATIENCE_S = 1.0
+"""After so long Slurm is asked whether the server's job still runs."""
 _EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -104,9 +106,13 @@ def _race(candidates: list[Connection], endpoint: Endpoint, timeout_s: float) ->
         candidate.send(protocol.encode(Ping(_HANDSHAKE_ID)))
         poller.register(candidate.socket, zmq.POLLIN)
         poller.register(candidate.monitor, zmq.POLLIN)
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    deadline, doubts = began + timeout_s, endpoint.is_of_a_job_elsewhere
     while (left := deadline - time.monotonic()) > 0 and not all(c.was_refused for c in candidates):
         _check_alive(candidates, endpoint)
+        if doubts and time.monotonic() - began > _PATIENCE_S:
+            doubts = False
+            _check_job(endpoint)
         poller.poll(int(min(left, _LOOK_S) * 1000) + 1)
         for candidate in candidates:
             for frames in candidate.receive():
@@ -122,6 +128,14 @@ def _check_alive(candidates: Sequence[Connection], endpoint: Endpoint) -> None:
     is_gone = len(files) == len(candidates) and not any(file.exists() for file in files)
     if is_gone or endpoint.is_dead():
         raise EndpointError(f"the server of endpoint {endpoint.name!r} has ended")
+
+
+def _check_job(endpoint: Endpoint) -> None:
+    """Raise `EndpointError` if Slurm knows that the server's job is over."""
+    if not without_ended_jobs([endpoint]):
+        raise EndpointError(
+            f"the server of endpoint {endpoint.name!r} was killed: its Slurm job {endpoint.job_id} is over"
+        )
 
 
 def _check_welcome(frames: list[bytes], endpoint: Endpoint, address: str) -> None:

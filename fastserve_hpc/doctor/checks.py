@@ -89,7 +89,10 @@ def check_model(facts: Facts) -> Iterable[Finding]:
     """Can every rank read the model, and is it the same one?"""
     probes = [(rank, rank.model) for rank in facts if rank.model is not None]
     readable = Counter(model.fingerprint for _, model in probes if not model.error)
-    usual = readable.most_common(1)[0][0] if readable else ""
+    if not readable:  # their words hold the cure
+        yield from (Finding("error", "model", text) for text in dict.fromkeys(model.error for _, model in probes))
+        return
+    usual = readable.most_common(1)[0][0]
     for rank, model in probes:
         if model.error:
             yield _at(rank, "error", "model", model.error, "put the model on a file system that all nodes share")
@@ -99,7 +102,7 @@ def check_model(facts: Facts) -> Iterable[Finding]:
         elif model.seconds > SLOW_MODEL_S:
             value = f"{model.seconds:.1f} s to open the files in {model.path}"
             yield _at(rank, "warning", "model", value, "the file system is slow or busy: loading will be, too")
-    if probes and not any(model.error for _, model in probes):
+    if not any(model.error for _, model in probes):
         yield ok("model", f"{probes[0][1].path}, read by {len(probes)} rank(s)")
 
 

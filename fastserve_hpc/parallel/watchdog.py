@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from fastserve_hpc.errors import ExitCode, FastServeError, RankError
+from fastserve_hpc.errors import ExitCode, FastServeError, RankError, StoppedError
 from fastserve_hpc.parallel.topology import Topology
 from fastserve_hpc.parallel.watchdog_join import Listener, Rendezvous, join
 from fastserve_hpc.parallel.watchdog_wire import Frame, Kind, Link
@@ -97,7 +97,8 @@ class Watchdog:
     def abort(self, cause: BaseException) -> NoReturn:
         """End all ranks because this one failed; rank 0 prints why: the traceback, or the message of our own errors."""
         code = int(cause.exit_code if isinstance(cause, FastServeError) else ExitCode.INTERNAL)
-        text = f"{self._identity} failed, all ranks end: {_describe(cause)}"
+        happened = "ends" if isinstance(cause, StoppedError) else "failed"
+        text = f"{self._identity} {happened}, all ranks end: {_describe(cause)}"
         if self._ending.is_set() or not self._thread.is_alive():
             time.sleep(_LAST_RESORT_S if self._ending.is_set() else 0)
             self._leave(text, code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +12,13 @@ from pathlib import Path
 import msgspec
 
 from fastserve_hpc.config import check_endpoint_name
-from fastserve_hpc.endpoint import Endpoint, default_name, file_of, load, load_all
+from fastserve_hpc.endpoint import Endpoint, default_name, file_of, load, load_all, without_ended_jobs, write
 from fastserve_hpc.errors import ConfigError, EndpointError
 
 MAX_DEFAULT_NAMES = 100
 CLAIM_TIMEOUT_S = 10.0
+REMEMBERED_S = 86400.0
+"""How long the file of a job that has ended may stay."""
 
 
 class EndpointFile:
@@ -38,30 +39,26 @@ class EndpointFile:
         except OSError as error:  # the file is a hint; a full disk must not end the server
             print(f"endpoint file {self._path} could not be updated: {error.strerror}", file=sys.stderr)
 
-    def remove(self) -> None:
-        """Take the file back, unless another server has taken the name over."""
-        remove(self._path, self.endpoint)
+    def take_back(self) -> None:
+        """Say that this is over, unless another server has taken the name over."""
+        take_back(self._path, self.endpoint)
 
     def _write(self) -> None:
-        """Readers see the old file or the new one, also after a crash."""
-        temporary = self._path.with_suffix(f".{self.endpoint.instance_id}.tmp")
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        try:
-            with open(os.open(temporary, flags, 0o600), "wb") as file:
-                os.fchmod(file.fileno(), 0o600)
-                file.write(msgspec.json.format(msgspec.json.encode(self.endpoint)) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path)
-        finally:
-            temporary.unlink(missing_ok=True)  # the disk was full
+        write(self._path, self.endpoint)
 
 
-def remove(path: Path, endpoint: Endpoint) -> None:
-    """Remove an endpoint's file if it still is that endpoint's."""
+def take_back(path: Path, endpoint: Endpoint) -> None:
+    """Remove an endpoint's file if it still is that endpoint's; that of a job stays and says that it has ended.
+
+    People come back to a job whose number they know, and are to hear more than that there is no such thing.
+    """
     with contextlib.suppress(OSError, EndpointError):
-        if load(path).instance_id == endpoint.instance_id:
+        if load(path).instance_id != endpoint.instance_id:
+            return
+        if endpoint.job_id is None:
             path.unlink()
+        else:
+            write(path, msgspec.structs.replace(endpoint, state="ended", addresses=[], keys=None))
 
 
 def publish(
@@ -113,12 +110,27 @@ def _make_directory(directory: Path) -> None:
 
 
 def _prune(directory: Path) -> None:
-    """Remove what servers of this host left behind that were killed."""
-    for endpoint in load_all(directory):
-        if endpoint.is_dead():
-            path = file_of(endpoint.name, directory)
+    """Remove what is over: servers that were killed, jobs that ended long ago."""
+    everyone = load_all(directory)
+    living = {e.instance_id for e in without_ended_jobs(everyone) if not e.is_dead()}
+    for endpoint in everyone:
+        path = file_of(endpoint.name, directory)
+        if endpoint.instance_id not in living and not (endpoint.state == "ended" and _is_recent(path)):
             with _claim(path):
-                remove(path, endpoint)
+                _remove(path, endpoint)
+
+
+def _is_recent(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime < REMEMBERED_S
+    except OSError:
+        return False
+
+
+def _remove(path: Path, endpoint: Endpoint) -> None:
+    with contextlib.suppress(OSError, EndpointError):
+        if load(path).instance_id == endpoint.instance_id:
+            path.unlink()
 
 
 @contextlib.contextmanager
@@ -162,4 +174,6 @@ def _in_use(path: Path, answers: Callable[[Endpoint], bool]) -> bool:
         return False
     if endpoint.process is not None and endpoint.process.is_here:
         return True
+    if not without_ended_jobs([endpoint]):
+        return False
     return answers(endpoint)

@@ -177,7 +177,7 @@ def _ingress(settings: IngressSettings, stream: FrameStream) -> Iterator[Ingress
         directory = stack.enter_context(RuntimeDir(os.environ)).path
         sockets = stack.enter_context(closing(Sockets(directory, settings.tcp, settings.lease_s)))
         file = _publish(settings, sockets)
-        stack.callback(file.remove)
+        stack.callback(file.take_back)
         outbox = Outbox(sockets.send)
         desk = FrontDesk(settings, tokenizer, file, outbox)
         stream.write(queues.encode(IngressStarted(file.endpoint)))
@@ -198,6 +198,7 @@ def _publish(settings: IngressSettings, sockets: Sockets) -> EndpointFile:
         model=settings.model,
         max_model_len=settings.limits.max_model_len,
         job_id=os.environ.get("SLURM_JOB_ID"),
+        cluster=os.environ.get("SLURM_CLUSTER_NAME"),
         process=ServerProcess.of(os.getppid()),
         started=time.time(),
     )

@@ -17,7 +17,7 @@ from fastserve_hpc.core.request import ModelLimits
 from fastserve_hpc.endpoint import Endpoint, endpoints_dir, file_of
 from fastserve_hpc.errors import ConfigError, ModelError
 from fastserve_hpc.server import queues
-from fastserve_hpc.server.endpoint import remove
+from fastserve_hpc.server.endpoint import take_back
 from fastserve_hpc.server.local_queue import CoordinatorQueue, FrameStream, IngressError, QueueClosed
 from fastserve_hpc.server.queues import IngressRefused, IngressSettings
 
@@ -121,7 +121,7 @@ class IngressProcess:
 
 def _clean_up_after(endpoint: Endpoint) -> None:
     """Remove what an ingress that was killed could not."""
-    remove(file_of(endpoint.name, endpoints_dir()), endpoint)
+    take_back(file_of(endpoint.name, endpoints_dir()), endpoint)
     for address in endpoint.addresses:
         if address.startswith("ipc://"):
             shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)

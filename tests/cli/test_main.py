@@ -38,6 +38,14 @@ def test_help_fits_into_80_columns(run: Run, name: str) -> None:
     assert [line for line in lines if len(line) > 80] == []
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_what_takes_the_endpoint_of_a_server_takes_its_job_too(run: Run, name: str) -> None:
+    text = run(name, "--help").output
+    is_client = "--endpoint NAME" in text
+    assert is_client == (name in ("submit", "chat", "status", "connect", "stop", "bench", "batch"))
+    assert is_client == ("--job ID" in text)
+
+
 def test_version(run: Run) -> None:
     assert run("--version").output == f"fastserve-hpc, version {__version__}\n"
 

@@ -109,6 +109,12 @@ def test_model_missing_on_one_node() -> None:
     assert [(f.level, f.rank, f.host, f.value) for f in findings] == [("error", 1, "b", "/models/m: no such file")]
 
 
+def test_a_model_that_no_rank_finds_is_named_once_and_in_its_own_words() -> None:
+    """That it should lie on a shared file system would be no cure for a slip of the keyboard."""
+    facts = ranks(3, per_host=1, model=ModelProbe("/m", error="/m: no such file; is the name right?"))
+    assert list(checks.check_model(facts)) == [Finding("error", "model", "/m: no such file; is the name right?")]
+
+
 def test_other_files_on_one_node() -> None:
     finding = only(checks.check_model(changed(ranks(3, per_host=1), 2, model=ModelProbe("/models/m", "beef"))))
     assert (finding.level, finding.rank, finding.host) == ("error", 2, "c")

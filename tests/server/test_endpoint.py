@@ -14,11 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fastserve_hpc.endpoint import Endpoint, ServerProcess, find, load
+from fastserve_hpc.endpoint import CurveKeys, Endpoint, ServerProcess, find, load
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.server import endpoint as module
 from fastserve_hpc.server.endpoint import EndpointFile, publish
 from fastserve_hpc.server.probe import answers
+from fastserve_hpc.slurm.queue import ActiveJobs
 
 
 def described(name: str, instance_id: str = "a", process: ServerProcess | None = None) -> Endpoint:
@@ -32,6 +33,31 @@ def no_answer(_: Endpoint) -> bool:
 
 def claim(directory: Path, name: str | None = None, **changes: str) -> EndpointFile:
     return publish(directory, name, {}, lambda n: described(n, **changes), no_answer)
+
+
+def test_the_file_of_a_job_stays_for_a_while_and_says_that_it_has_ended(tmp_path: Path) -> None:
+    def of_a_job(name: str) -> Endpoint:
+        return msgspec.structs.replace(described(name, "j"), job_id="7", keys=CurveKeys("s", "c", "x"))
+
+    publish(tmp_path, "job-7", {}, of_a_job, no_answer).take_back()
+    path = tmp_path / "job-7.json"
+    ended = load(path)
+    assert (ended.state, ended.addresses, ended.keys) == ("ended", [], None)
+    claim(tmp_path, "other")
+    assert path.exists()
+    os.utime(path, (0, time.time() - module.REMEMBERED_S - 1))
+    claim(tmp_path, "third")
+    assert not path.exists()
+
+
+def test_files_of_jobs_that_slurm_knows_no_more_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve_hpc.endpoint.active_jobs", lambda: ActiveJobs("here", frozenset({"2"})))
+    far = ServerProcess("n9", 1, "pid:[9]", 1)
+    for job_id, cluster in (("1", "here"), ("2", "here"), ("3", "elsewhere")):
+        kept = msgspec.structs.replace(described(job_id, job_id, far), job_id=job_id, cluster=cluster)
+        publish(tmp_path, job_id, {}, lambda _, kept=kept: kept, no_answer)  # type: ignore[misc]
+    claim(tmp_path, "other")
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["2", "3", "other"]
 
 
 def dead_process() -> ServerProcess:
@@ -54,7 +80,7 @@ def test_published_updated_removed(tmp_path: Path) -> None:
     assert (load(path).state, load(path).max_model_len) == ("ready", 7)
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == ["demo.json"]
-    file.remove()
+    file.take_back()
     assert list(path.parent.iterdir()) == []
 
 
@@ -123,7 +149,7 @@ def test_a_torn_file_is_in_nobody_s_way(tmp_path: Path, content: str) -> None:
 def test_a_file_that_another_server_took_over_is_left_to_it(tmp_path: Path) -> None:
     first = EndpointFile(tmp_path / "demo.json", described("demo", "first"))
     EndpointFile(tmp_path / "demo.json", described("demo", "second"))
-    first.remove()
+    first.take_back()
     assert load(tmp_path / "demo.json").instance_id == "second"
 
 

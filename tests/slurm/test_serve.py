@@ -91,7 +91,7 @@ def test_scancel_ends_a_server_in_order(login: Login) -> None:
     wait_until(lambda: not ranks(login.cluster), 10, "the ranks to end")
     refused = login.fastserve("submit", "--raw", PROMPT, "--job", job_id)
     assert refused.returncode != 0
-    assert f"no server of job {job_id}" in refused.stderr, output
+    assert f"the server of job {job_id} has ended" in refused.stderr, output
 
 
 def ranks(cluster: Cluster) -> str:
