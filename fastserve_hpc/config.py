@@ -85,6 +85,14 @@ class EngineConfig:
         "mlfq and skip-join-paper are there for comparison.",
     )
 
+    batch_slowdown: float | None = option(
+        None,
+        "Batch files may make interactive requests take at most so many times as long, whatever they ask for. "
+        "Default: what each asks for.",
+        metavar="S",
+        limits=(1.0, 1000.0),
+    )
+
     def __post_init__(self) -> None:
         check_limits(self)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 import threading
 from types import TracebackType
@@ -16,6 +17,7 @@ from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.policy import make_policy
+from fastserve_hpc.core.policy.by_class import ByClass
 from fastserve_hpc.core.scheduler import Scheduler
 from fastserve_hpc.endpoint import Endpoint, endpoints_dir, file_of
 from fastserve_hpc.errors import ExitCode, StoppedError
@@ -74,12 +76,13 @@ class Front:
         kv = KvManager(built.num_blocks, engine.block_size)
         cost = CostModel()
         scheduler = Scheduler(
-            make_policy(engine.policy, max_batch=engine.max_batch, cost=cost),
+            ByClass(lambda: make_policy(engine.policy, max_batch=engine.max_batch, cost=cost)),
             kv,
             max_batch=engine.max_batch,
             max_batch_tokens=engine.max_batch_tokens,
             num_stages=engine.pp,
             cost=cost,
+            max_slowdown=math.inf if engine.batch_slowdown is None else engine.batch_slowdown,
         )
         info = EngineInfo(self._model.name, built.max_model_len, engine.tp, engine.pp, self._model.limits.vocab_size)
         return Coordinator(

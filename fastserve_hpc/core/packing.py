@@ -9,6 +9,7 @@ from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.plan import NewRequest, SequenceSlice
 from fastserve_hpc.core.policy.base import Policy
 from fastserve_hpc.core.sequence import Sequence
+from fastserve_hpc.core.slowdown import BatchRoom
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class Packing:
       *preempted*: it waits and is computed again), never for the sake of one that is behind it.
     - Once a sequence does not fit, those behind it run on in the blocks they have, but get no new
       ones: neither a long request nor a preempted one is overtaken for ever.
+    - Requests of class `batch` get what `room` has for them.
     """
 
     policy: Policy
@@ -38,6 +40,8 @@ class Packing:
     """Tokens that the plan may still take."""
     share: int
     """Sequences that the plan may still take."""
+    room: BatchRoom | None = None
+    """What is open to class `batch`; None: everything."""
     slices: list[SequenceSlice] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     """Whose slices they are, aligned with `slices`."""
@@ -54,7 +58,7 @@ class Packing:
         for sequence in self._in_order(now):
             if sequence.awaits_sample or self._place(sequence):
                 self.max_batch -= 1
-            if not (self.max_batch and self.budget and self.share):
+            if not (self.max_batch and self.budget and self.share) or (self.room and self.room.is_full):
                 return
 
     def _in_order(self, now: float) -> Iterator[Sequence]:
@@ -70,6 +74,10 @@ class Packing:
         start, end = sequence.num_planned, sequence.num_tokens
         if end - start > self.budget:
             end = start + self.budget
+        if self.room is not None:
+            end = self.room.fit(sequence, start, end)
+            if end == start:
+                return False
         slots = self._extend(sequence, end) if start else self._admit(sequence)
         if slots is None:
             self.is_short_of_blocks = True
@@ -77,6 +85,8 @@ class Packing:
         if sequence.last_plan_id <= self.last_done:
             self.share -= 1
         self.budget -= end - start
+        if self.room is not None:
+            self.room.take(sequence, start, end)
         self._append(sequence, end, slots)
         return True
 

@@ -15,6 +15,8 @@ MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
+DEFAULT_SLOWDOWN = 2.0
+"""What a request of class `batch` that says nothing else may cost interactive ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,8 @@ class Request:
     """Requests of one session share their service account."""
     expected_tokens: int | None = None
     """The client's hint of the output length; trusted only as far as hints have been right."""
+    slowdown: float | None = None
+    """Of class `batch`: interactive requests may take so many times as long because of it. None: the usual."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ the results, in the order of the plans; up to `num_stages` plans are in flight.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import repeat
@@ -17,6 +18,7 @@ from fastserve_hpc.core.plan import IterationPlan, IterationResult, SequenceSlic
 from fastserve_hpc.core.policy.base import Policy
 from fastserve_hpc.core.request import FinishReason, Request
 from fastserve_hpc.core.sequence import Sequence
+from fastserve_hpc.core.slowdown import SlowdownRule
 from fastserve_hpc.errors import RequestError
 
 
@@ -40,6 +42,10 @@ class _Flight:
     sequences: tuple[Sequence, ...]
     num_samples: int
     num_prompt_tokens: int
+    planned_s: float
+    """When, on the scheduler's clock."""
+    interactive_part: float
+    """Of its time, what it would have taken without class `batch`."""
 
 
 class Scheduler:
@@ -54,8 +60,11 @@ class Scheduler:
         max_batch_tokens: int,
         num_stages: int = 1,
         cost: CostModel | None = None,
+        max_slowdown: float = math.inf,
     ):
-        """`cost` learns from the times that results bring."""
+        """`cost` learns from the times that results bring, and bounds what class `batch` costs the other; at most
+        `max_slowdown`, whatever such a request says.
+        """
         limits = {"max_batch": max_batch, "max_batch_tokens": max_batch_tokens, "num_stages": num_stages}
         for name, value in limits.items():
             if value < 1:
@@ -63,6 +72,7 @@ class Scheduler:
         self.policy = policy
         self.kv = kv
         self.cost = cost
+        self.max_slowdown = max_slowdown
         self.max_batch = max_batch
         self.max_batch_tokens = max_batch_tokens
         self.num_stages = num_stages
@@ -74,6 +84,8 @@ class Scheduler:
         self._last_plan_id = 0
         self._last_done = 0
         self._is_short_of_blocks = False
+        self._slowdown = None if cost is None else SlowdownRule(cost)
+        self._landed_s = -math.inf
 
     @property
     def num_running(self) -> int:
@@ -121,6 +133,16 @@ class Scheduler:
             raise RequestError(self._too_large(sequence, needed), code="context_length_exceeded")
         self._live[request.request_id] = sequence
         self.policy.add(sequence, now)
+        if self._slowdown is not None:
+            self._slowdown.add(sequence, now)
+        if request.slowdown is not None or self.max_slowdown < sequence.slowdown:
+            self.set_slowdown(request.request_id, request.slowdown or sequence.slowdown)
+
+    def set_slowdown(self, request_id: int, slowdown: float) -> None:
+        """Change what a request of class `batch` may cost interactive ones. Unknown ids are ignored."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            sequence.slowdown = min(slowdown, self.max_slowdown)
 
     def abort(self, request_id: int, now: float) -> None:  # noqa: ARG002
         """Drop a request, whatever its state; no token of it follows. Unknown and finished ids are ignored."""
@@ -141,7 +163,8 @@ class Scheduler:
         plan = self._next_plan(packing)
         if plan.slices:
             flight = (plan.slices, tuple(packing.sequences), packing.num_samples, packing.num_prompt_tokens)
-            self._in_flight.append(_Flight(plan.plan_id, *flight))
+            part = 1.0 if packing.room is None else packing.room.interactive_part
+            self._in_flight.append(_Flight(plan.plan_id, *flight, now, part))
         return plan
 
     def shutdown(self) -> IterationPlan:
@@ -154,7 +177,7 @@ class Scheduler:
 
         The result of a plan without slices is ignored. Any other order is a bug and raises ValueError.
         """
-        flight = self._land(result)
+        flight = self._land(result, now)
         if flight is None:
             return []
         deltas = self._fail(result.errors)
@@ -182,6 +205,7 @@ class Scheduler:
             max_batch=self.max_batch,
             budget=self.max_batch_tokens,
             share=self._share(),
+            room=None if self._slowdown is None else self._slowdown.room(now),
         )
         packing.fill(now)
         self._is_short_of_blocks = packing.is_short_of_blocks
@@ -208,7 +232,7 @@ class Scheduler:
         forgotten, self._to_forget = tuple(self._to_forget), []
         return forgotten
 
-    def _land(self, result: IterationResult) -> _Flight | None:
+    def _land(self, result: IterationResult, now: float) -> _Flight | None:
         """The plan that the result is for, which is no longer in flight then; None for one without slices."""
         oldest = self._in_flight[0] if self._in_flight else None
         if oldest is None or result.plan_id < oldest.plan_id:
@@ -224,6 +248,9 @@ class Scheduler:
         self.counters.iterations += 1
         self.counters.prompt_tokens += oldest.num_prompt_tokens
         self._learn(oldest, result.compute_s)
+        if self._slowdown is not None:
+            self._slowdown.landed(now - max(oldest.planned_s, self._landed_s), oldest.interactive_part)
+        self._landed_s = now
         return oldest
 
     def _learn(self, flight: _Flight, seconds: float) -> None:
@@ -255,6 +282,8 @@ class Scheduler:
         self.counters.output_tokens += 1
         sequence.awaits_sample = False
         num_outputs = len(sequence.outputs)
+        if num_outputs == 1 and self._slowdown is not None:
+            self._slowdown.first_token(sequence)
         if token_id in sequence.stop_token_ids and num_outputs > sequence.min_tokens:
             return "stop"
         return "length" if num_outputs >= sequence.max_tokens else None
@@ -266,6 +295,8 @@ class Scheduler:
         self._running.pop(request_id, None)
         self.kv.free(request_id, sequence.last_plan_id)
         self.policy.remove(sequence, is_complete)
+        if self._slowdown is not None:
+            self._slowdown.remove(sequence)
         if sequence.num_held:
             self._to_forget.append(request_id)
 

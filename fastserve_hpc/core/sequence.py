@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fastserve_hpc.core.request import Request
+from fastserve_hpc.core.request import DEFAULT_SLOWDOWN, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +32,8 @@ class Sequence:
     """The last plan with a slice of this sequence."""
     num_preemptions: int = 0
     is_finished: bool = False
+    slowdown: float = DEFAULT_SLOWDOWN
+    """Of class `batch`: so many times as long may interactive requests take because of it."""
     request_id: int = field(init=False)
     num_prompt: int = field(init=False)
     num_tokens: int = field(init=False)

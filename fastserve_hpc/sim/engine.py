@@ -82,6 +82,7 @@ class SimulatedEngine:
             max_batch=settings.max_batch,
             max_batch_tokens=settings.max_batch_tokens,
             num_stages=settings.num_stages,
+            cost=cost,
         )
         self.now = 0.0
         self.finished: dict[int, Finished] = {}
@@ -158,4 +159,11 @@ class SimulatedEngine:
 def _request(number: int, arrival: Arrival) -> Request:
     sampling = SamplingParams(max_tokens=arrival.output_tokens, temperature=0.0, seed=0)
     prompt = (0,) * arrival.prompt_tokens
-    return Request(number, prompt, sampling, session=arrival.session, expected_tokens=arrival.hint)
+    return Request(
+        number,
+        prompt,
+        sampling,
+        service_class=arrival.service_class,
+        session=arrival.session,
+        expected_tokens=arrival.hint,
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
+from fastserve_hpc.core.request import ServiceClass
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.sim.lengths import QuantileLengths
 
@@ -25,6 +26,7 @@ class Arrival:
     hint: int | None = None
     """What the client says of the output's length."""
     session: str | None = None
+    service_class: ServiceClass = "interactive"
 
 
 class Source(Protocol):
