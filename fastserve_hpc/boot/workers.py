@@ -64,6 +64,7 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # read when torch loads libgomp
 
     from fastserve_hpc.models.loader import load_model
+    from fastserve_hpc.models.reading import Reading
     from fastserve_hpc.worker.kv_cache import KVCache, KVShape
     from fastserve_hpc.worker.worker import Worker
 
@@ -72,10 +73,16 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
     device, chosen = _choose_compute(config, weights, place, world)
     link_bytes = config.max_batch_tokens * weights.spec.hidden_size * chosen.dtype.itemsize
     comm = world.comm(link_bytes, device, chosen.kernels)
-    stage = load_model(weights.files, weights.spec, world.topology, comm, chosen.dtype, device, chosen.ops)
+    with world.node_file() as board:
+        reading = Reading(board, world.say)
+        stage = load_model(weights.files, weights.spec, world.topology, comm, chosen.dtype, device, chosen.ops, reading)
     if device.type == "cpu":
         keep_freed_memory()
-    world.say(f"loaded {model.name} in {time.perf_counter() - began:.1f} s")
+    speed = reading.progress
+    world.say(
+        f"loaded {model.name} in {time.perf_counter() - began:.1f} s, rank 0's part of {speed.num_bytes / 1e9:.2f} GB "
+        f"at {speed.num_bytes / 1e9 / speed.seconds:.2f} GB/s"
+    )
     shape = KVShape.of(weights.spec, world.topology, config.block_size, chosen.dtype)
     memory, size = _divide_memory(config, shape, place, device, model, world)
     max_model_len = limit_length(config, size.device_blocks, model, world)

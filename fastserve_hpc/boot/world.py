@@ -116,6 +116,12 @@ class World:
         node.Free()
         return place
 
+    def node_file(self) -> AbstractContextManager[int]:
+        """A descriptor of an empty file in memory that the ranks of this node share; collective."""
+        from fastserve_hpc.parallel.node_file import open_node_file
+
+        return open_node_file(self.mpi, self.check)
+
     def cores(self) -> int:
         """How many threads this rank should compute with; collective."""
         if self.mpi is None:

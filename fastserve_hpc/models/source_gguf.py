@@ -13,7 +13,7 @@ from torch import Tensor
 from fastserve_hpc.models.families import FAMILIES
 from fastserve_hpc.models.gguf import GGUFHeader, TensorInfo
 from fastserve_hpc.models.spec import ModelSpec
-from fastserve_hpc.models.weights import ROPE_FACTORS
+from fastserve_hpc.models.weights import ROPE_FACTORS, Extent
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES: Mapping[str, str] = {
@@ -58,6 +58,10 @@ class GGUFSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name][1].shape
+
+    def extent(self, name: str) -> Extent:
+        info = self._tensors[name][1]
+        return Extent(self._path, info.offset, info.nbytes)
 
     def read(self, name: str, rows: range, columns: range) -> Tensor:
         info = self._tensors[name][1]

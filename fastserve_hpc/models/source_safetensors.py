@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fastserve_hpc.errors import ModelError
+from fastserve_hpc.models.weights import Extent
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,6 +27,7 @@ class SafetensorsSource:
     def __init__(self, directory: Path):
         self._directory = directory
         self._files: dict[str, Any] = {}
+        self._extents: dict[str, Mapping[str, Extent]] = {}
         if (directory / INDEX).is_file():
             self._shards: Mapping[str, str] = _index(directory / INDEX)
         elif (directory / SINGLE).is_file():
@@ -43,6 +45,12 @@ class SafetensorsSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def extent(self, name: str) -> Extent:
+        shard = self._shards[name]
+        if shard not in self._extents:
+            self._extents[shard] = _extents(self._directory / shard)
+        return self._extents[shard][name]
 
     def read(self, name: str, rows: range, columns: range) -> Tensor:
         stored = self._slice(name)
@@ -72,6 +80,15 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is cut short or broken ({error}): copy it again") from error
+
+
+def _extents(path: Path) -> Mapping[str, Extent]:
+    """Of a file that `safe_open` has taken: a length, a JSON header, the bytes that its offsets count."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: Extent(path, 8 + length + first, end - first) for name, (first, end) in spans.items()}
 
 
 def _index(path: Path) -> Mapping[str, str]:

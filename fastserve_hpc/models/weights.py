@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 _CHUNK_ELEMENTS = 2**18
 """Numbers read at once: enough to be quick, few enough that a dequantised chunk stays in a core's cache."""
+
+
+class Extent(NamedTuple):
+    """Where a tensor's bytes are."""
+
+    path: Path
+    start: int
+    num_bytes: int
 
 
 class WeightSource(Protocol):
@@ -31,6 +40,8 @@ class WeightSource(Protocol):
         """File and key of a tensor, there or not, for messages."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def extent(self, name: str) -> Extent: ...
 
     def read(self, name: str, rows: range, columns: range) -> Tensor:
         """Part of a tensor [rows, columns] or [rows] on the CPU, of any float type. Not to be written to."""
