@@ -17,6 +17,7 @@ from fastserve_hpc.parallel.control import Control, LocalControl, WorkerControl
 from fastserve_hpc.parallel.idle import Backoff
 from fastserve_hpc.parallel.mpi_init import UNKNOWN, world_size_from_env
 from fastserve_hpc.parallel.topology import Topology
+from fastserve_hpc.slurm.step import kill_soon
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +180,7 @@ def join_world(config: EngineConfig, server: ServerConfig, spec: ModelSpec | Non
     topology = Topology(mpi.rank, config.tp, config.pp)
     # Before the watchdog, which would wait long for ranks that cannot be reached.
     _heed(doctor.run(mpi, config, os.environ, spec), World(topology, mpi))
-    watchdog = start_watchdog(mpi, topology, server.heartbeat_s)
+    watchdog = start_watchdog(mpi, topology, server.heartbeat_s, lambda _: kill_soon(os.environ, topology.rank))
     try:
         yield World(topology, mpi, watchdog)
         finalize_mpi(mpi, watchdog.check)
