@@ -9,7 +9,6 @@ from pathlib import Path
 
 from fastserve_hpc import client
 from fastserve_hpc.batch import manifest as manifests
-from fastserve_hpc.batch.forecast import job_end_time
 from fastserve_hpc.batch.lines import Inputs
 from fastserve_hpc.batch.manifest import Manifest
 from fastserve_hpc.batch.output import Mode, Output, Place, sort_files
@@ -23,6 +22,7 @@ from fastserve_hpc.batch.survey import Shard, Survey, check_unchanged, survey
 from fastserve_hpc.client import AsyncClient
 from fastserve_hpc.core.engine import EngineStatus
 from fastserve_hpc.errors import EndpointError, StoppedError
+from fastserve_hpc.slurm.environ import job_end_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +117,8 @@ class _AttachedRun:
 async def _why_stopped(runner: BatchRunner, items: Iterable[BatchItem | LineError]) -> str | None:
     try:
         await runner.run(items)
+        if runner.num_put_off:
+            return f"{runner.num_put_off} lines would not be finished when the server's job ends"
     except EndpointError as error:
         return str(error)
     except asyncio.CancelledError:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 from fastserve_hpc.batch.summary import Counts
-from fastserve_hpc.slurm.environ import ask_end_time, read_environ
 
 MIN_LINES = 8
 """Of this run, before anything is foretold."""
@@ -57,11 +55,3 @@ def clock(seconds: float) -> str:
     """As in 1:02:03."""
     whole = max(0, round(seconds))
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
-
-
-def job_end_time() -> float | None:
-    """When the time limit ends this process's Slurm job, in seconds since 1970."""
-    allocation = read_environ(os.environ)
-    if allocation is None:
-        return None
-    return ask_end_time(allocation.job_id) if allocation.end_time is None else allocation.end_time

@@ -21,10 +21,11 @@ class Progress(Protocol):
 
 
 class BatchRunner:
-    """One run. `counts` may be read at any time."""
+    """One run. `counts` may be read at any time, and so may `num_put_off`: lines that are left for another run."""
 
     def __init__(self, server: BatchServer, output: Output, progress: Progress, in_flight: int) -> None:
         self.counts = Counts(skipped=len(output.done.lines), failed_before=output.done.num_failed)
+        self.num_put_off = 0
         self._server = server
         self._output = output
         self._progress = progress
@@ -58,6 +59,9 @@ class BatchRunner:
         try:
             answer = await self._server.answer(item)
         except RequestError as error:
+            if error.code == "job_ending":
+                self.num_put_off += 1  # not the line's fault: the next run has more time
+                return
             self._failed(item.error(error.code, str(error)))
             return
         self._output.write_result(item, answer.generation, self._server.model, created=int(time.time()))

@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import threading
+import time
 from types import TracebackType
 
 from fastserve_hpc.boot.batch_process import BatchProcess
@@ -26,6 +27,8 @@ from fastserve_hpc.parallel.idle import Backoff
 from fastserve_hpc.parallel.signals import SignalThread, Stop
 from fastserve_hpc.server.coordinator import Coordinator, EngineInfo
 from fastserve_hpc.server.ingress_process import IngressProcess, settings_from
+from fastserve_hpc.server.job_end import JobEnd
+from fastserve_hpc.slurm.environ import job_end_time
 
 _STOP_NOW_S = 2.0
 """How long the end may take once it was asked for at once."""
@@ -95,7 +98,14 @@ class Front:
             drain_s=self._server.drain_s,
             check_abort=world.check,
             say=world.say,
+            job_end=self._job_end(cost),
         )
+
+    def _job_end(self, cost: CostModel) -> JobEnd | None:
+        end_time = job_end_time()
+        if end_time is None:
+            return None
+        return JobEnd.after(end_time - time.time(), time.monotonic(), self._server.drain_s, cost)
 
     def _announce(self, endpoint: Endpoint, coordinator: Coordinator) -> None:
         if self._batch is not None:

@@ -19,6 +19,7 @@ from fastserve_hpc.core.request import Request
 from fastserve_hpc.core.scheduler import Scheduler
 from fastserve_hpc.errors import RequestError
 from fastserve_hpc.parallel.control import Control
+from fastserve_hpc.server.job_end import JobEnd
 from fastserve_hpc.server.queues import DrainMode, EngineCommands, EngineOutput
 
 IDLE_POLL_S = 1.0
@@ -76,10 +77,11 @@ class Coordinator:
         check_abort: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        job_end: JobEnd | None = None,
     ):
         """`check_abort` is called every turn and raises when the run is to end; `drain_s` bounds a drain.
 
-        `say` takes news for the log.
+        `job_end` is when the time limit ends the Slurm job, if there is one. `say` takes news for the log.
         """
         self._scheduler = scheduler
         self._control = control
@@ -91,6 +93,7 @@ class Coordinator:
         self._check_abort = check_abort
         self._say = say
         self._clock = clock
+        self._job_end = job_end
         self._started = clock()
         self._state: EngineState = "starting"
         self._drains: SimpleQueue[DrainMode] = SimpleQueue()
@@ -205,6 +208,8 @@ class Coordinator:
         try:
             if self._state != "ready":
                 raise RequestError("the server is draining and takes no more requests", code="draining")
+            if self._job_end is not None:
+                self._job_end.check(request, self._clock())
             self._scheduler.add(request, self._clock())
         except RequestError as error:
             refusal = TokenDelta(request.request_id, finish_reason="error", error=str(error), error_code=error.code)
@@ -216,7 +221,11 @@ class Coordinator:
                 self._drain(self._drains.get_nowait())
         except Empty:
             pass
-        if self._clock() >= self._deadline:
+        now = self._clock()
+        if self._job_end is not None and self._state == "ready" and now >= self._job_end.drain_at:
+            self._say(f"the time limit ends this job in {max(0, self._job_end.at - now):.0f} s")
+            self._drain("finish")
+        if now >= self._deadline:
             self._cancel_all()
 
     def _drain(self, mode: DrainMode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import time
@@ -145,3 +146,11 @@ def ask_end_time(job_id: str, timeout_s: float = 5.0) -> float | None:
         return None
     left_s = parse_duration(done.stdout)
     return None if left_s is None else time.time() + left_s
+
+
+def job_end_time() -> float | None:
+    """When the time limit ends this process's Slurm job, in seconds since 1970; None outside of one, or without."""
+    allocation = read_environ(os.environ)
+    if allocation is None:
+        return None
+    return ask_end_time(allocation.job_id) if allocation.end_time is None else allocation.end_time

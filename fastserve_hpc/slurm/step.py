@@ -1,4 +1,4 @@
-"""The end of a step that cannot end by itself: `srun` waits for a rank that is stopped as long as for one that works."""
+"""The end of a step that cannot end by itself: `srun` waits for a rank that is stopped as for one that works."""
 
 from __future__ import annotations
 

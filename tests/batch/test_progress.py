@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from fastserve_hpc.batch import forecast as forecast_module
-from fastserve_hpc.batch.forecast import Forecast, clock, forecast, job_end_time
+from fastserve_hpc.batch.forecast import Forecast, clock, forecast
 from fastserve_hpc.batch.progress import BarProgress, JsonProgress, PlainProgress, make_progress
 from fastserve_hpc.batch.summary import Counts
 
@@ -31,17 +30,6 @@ def test_a_job_that_is_too_short_is_said() -> None:
 
 def test_clock() -> None:
     assert [clock(s) for s in (-1, 59.6, 3723)] == ["0:00:00", "0:01:00", "1:02:03"]
-
-
-def test_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert job_end_time() is None
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
-    assert job_end_time() == 1.7e9
-    monkeypatch.delenv("SLURM_JOB_END_TIME")
-    monkeypatch.setattr(forecast_module, "ask_end_time", lambda job: 5.0 if job == "7" else None)
-    assert job_end_time() == 5.0
 
 
 def test_lines_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:

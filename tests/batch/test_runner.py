@@ -69,6 +69,16 @@ def test_a_refused_request_is_an_error_record_and_the_rest_goes_on(server: FakeS
     assert error["message"] == "line 3: too long"
 
 
+def test_a_line_that_the_server_s_job_has_no_time_for_is_left_for_another_run(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    server.errors["prompt 3."] = [RequestError("the job ends in 9 s", code="job_ending")]
+    counts = run(tmp_path / "out", items(5))
+    assert (counts.succeeded, counts.failed) == (4, 0)
+    assert "id-3" not in results(tmp_path / "out")
+    assert run(tmp_path / "out", items(5)).succeeded == 1
+
+
 def test_a_busy_server_is_asked_again(server: FakeServer, tmp_path: Path) -> None:
     server.errors["prompt 1."] = [BusyError("full")] * 5
     counts = run(tmp_path / "out", items(2))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling import request
 
+from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.engine import BlockUsage
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.plan import IterationPlan, RankReport, TokenDelta
@@ -21,6 +22,7 @@ from fastserve_hpc.core.scheduler import Scheduler
 from fastserve_hpc.parallel.control import LocalControl
 from fastserve_hpc.parallel.idle import Backoff
 from fastserve_hpc.server.coordinator import IDLE_POLL_S, Coordinator, EngineInfo
+from fastserve_hpc.server.job_end import JobEnd
 from fastserve_hpc.server.local_queue import queue_pair
 from fastserve_hpc.server.queues import EngineCommands, EngineOutput
 from fastserve_hpc.worker.fake import FakeWorker, answer
@@ -131,6 +133,7 @@ class Setup:
         clock: Callable[[], float] = time.monotonic,
         check_abort: Callable[[], None] = lambda: None,
         num_blocks: int = NUM_BLOCKS,
+        job_end: JobEnd | None = None,
     ):
         self.queue = Script(*turns)
         self.news: list[str] = []
@@ -151,6 +154,7 @@ class Setup:
             check_abort=check_abort,
             say=self.news.append,
             clock=clock,
+            job_end=job_end,
         )
 
     def run(self) -> Script:
@@ -299,6 +303,29 @@ class TestDrain:
         queue = Setup(submit(request(1, max_tokens=200, stop_token_ids=())), *turns).run()
         assert queue.reasons == {1: "cancelled"}
         assert queue.states == ["ready", "draining", "ended"]
+
+    def test_the_end_of_the_job_is_reason_enough(self) -> None:
+        clock = Clock()
+
+        def later() -> None:
+            clock.now += 10.0
+
+        end = JobEnd(at=120.0, drain_at=110.0, cost=CostModel())
+        turns = (None, later, submit(request(2)), None)
+        setup = Setup(submit(request(1, max_tokens=9, stop_token_ids=())), *turns, clock=clock, job_end=end)
+        queue = setup.run()
+        assert queue.reasons == {1: "length", 2: "error"}
+        assert setup.news[0] == "the time limit ends this job in 10 s"
+
+    def test_what_cannot_be_finished_before_the_end_of_the_job_is_refused(self) -> None:
+        cost = CostModel()
+        cost.num_observed = 1000
+        end = JobEnd(at=101.0, drain_at=200.0, cost=cost)
+        requests = (request(1, max_tokens=9), request(2, max_tokens=400, stop_token_ids=()))
+        queue = Setup(submit(*requests), clock=Clock(), job_end=end).run()
+        refusal = next(delta for delta in queue.deltas if delta.request_id == 2)
+        assert refusal.error_code == "job_ending"
+        assert queue.reasons[1] in ("length", "stop")
 
     def test_another_thread_may_ask(self) -> None:
         setup = Setup(submit(request(1, max_tokens=200, stop_token_ids=())))

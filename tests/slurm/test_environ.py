@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from slurm_support import Cluster
 
 from fastserve_hpc.errors import ConfigError
+from fastserve_hpc.slurm import environ as environ_module
 from fastserve_hpc.slurm.environ import (
     SlurmStep,
     expand_counts,
     expand_nodes,
+    job_end_time,
     parse_duration,
     read_environ,
 )
@@ -118,3 +120,14 @@ def test_what_a_real_step_says(cluster: Cluster) -> None:
     ]
     ends = [float(line.rsplit(" ", 1)[1]) for line in lines]
     assert all(120 < end - time.time() <= 181 for end in ends)
+
+
+def test_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert job_end_time() is None
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    assert job_end_time() == 1.7e9
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    monkeypatch.setattr(environ_module, "ask_end_time", lambda job: 5.0 if job == "7" else None)
+    assert job_end_time() == 5.0

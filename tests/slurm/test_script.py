@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import stat
@@ -199,6 +200,11 @@ for ((i = 0; i < 100; i++)); do sleep 0.1; done
 """
 
 
+def is_caught(number: signal.Signals, pid: int) -> bool:
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, ["requeue", "71"]), (signal.SIGTERM, None)])
 def test_signals_reach_the_ranks_and_their_exit_status_is_kept(
     tmp_path: Path, number: signal.Signals, requeued: list[str] | None
@@ -207,7 +213,8 @@ def test_signals_reach_the_ranks_and_their_exit_status_is_kept(
     ranks, is not followed by a new start."""
     site = Site(tmp_path, srun=UNTIL_SIGNALLED)
     process = site.start(render(script(restarts=True)))
-    wait_until((tmp_path / "srun.ready").exists, 10, "srun")
+    wait_until((tmp_path / "srun.ready").exists, 30, "srun")
+    wait_until(lambda: is_caught(number, process.pid), 30, "the script's traps")
     process.send_signal(number)
     if number == signal.SIGTERM:
         [srun] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
