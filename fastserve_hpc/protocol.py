@@ -50,6 +50,18 @@ class Submit(msgspec.Struct, frozen=True, tag_field="type", tag="submit", omit_d
     service_class: ServiceClass = "interactive"
     session: str | None = None
     expected_tokens: int | None = None
+    slowdown: float | None = None
+    """Of class `batch`: interactive requests may take so many times as long because of it."""
+    continuation: str | list[int] | None = None
+    """Generate nothing, but score this after `prompt`, which is of the same kind: the answer's `prompt_logprobs` are
+    None and an entry for each token of the continuation, with the likeliest one."""
+
+
+class Steer(msgspec.Struct, frozen=True, tag_field="type", tag="steer"):
+    """Change `Submit.slowdown` of all that this client has open. Not answered."""
+
+    id: int
+    slowdown: float
 
 
 class Cancel(msgspec.Struct, frozen=True, tag_field="type", tag="cancel"):
@@ -80,6 +92,8 @@ class Usage(msgspec.Struct, frozen=True):
 
     prompt_tokens: int
     completion_tokens: int
+    cut_tokens: int = 0
+    """Of a context to be scored, those that did not fit and were cut off its beginning."""
 
 
 class Delta(msgspec.Struct, frozen=True, tag_field="type", tag="delta", omit_defaults=True):
@@ -135,7 +149,7 @@ class Alive(msgspec.Struct, frozen=True, tag_field="type", tag="alive"):
     """
 
 
-ToServer = Submit | Cancel | StatusQuery | Drain | Ping
+ToServer = Submit | Steer | Cancel | StatusQuery | Drain | Ping
 ToClient = Delta | Failed | StatusReply | Draining | Welcome | Alive
 
 

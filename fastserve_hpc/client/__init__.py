@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastserve_hpc.client.results import Choice, Event, Generation
+from fastserve_hpc.client.results import Choice, Event, Generation, Score
 from fastserve_hpc.client.sync import Client, Stream
 from fastserve_hpc.errors import BusyError, EndpointError, RequestError
 
@@ -27,6 +27,7 @@ __all__ = [
     "Event",
     "Generation",
     "RequestError",
+    "Score",
     "Stream",
 ]
 

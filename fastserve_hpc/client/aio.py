@@ -11,11 +11,11 @@ from typing import Any
 from fastserve_hpc.client.base import ClientBase, StreamState, answer_as
 from fastserve_hpc.client.calls import Call, Prompt, encoded, make_submit
 from fastserve_hpc.client.connection import Connection
-from fastserve_hpc.client.results import Collector, Event, Generation
+from fastserve_hpc.client.results import Collector, Event, Generation, Score
 from fastserve_hpc.core.engine import EngineStatus
 from fastserve_hpc.core.request import ServiceClass
 from fastserve_hpc.errors import EndpointError
-from fastserve_hpc.protocol import NO_ID, Drain, Draining, StatusQuery, StatusReply, ToClient, ToServer
+from fastserve_hpc.protocol import NO_ID, Drain, Draining, StatusQuery, StatusReply, Steer, ToClient, ToServer
 
 _SEND_RETRY_S = 0.01
 _SILENCE_CHECK_S = 1.0
@@ -68,6 +68,28 @@ class AsyncClient(ClientBase):
         """The answer as it comes. The request is sent when iteration begins; closing the stream cancels it."""
         options = {"model": model, "service_class": service_class, "session": session}
         return AsyncStream(self, prompt, {**options, **sampling, "stream": True, "expected_tokens": expected_tokens})
+
+    async def score(
+        self,
+        context: str | list[int],
+        continuation: str | list[int],
+        *,
+        model: str | None = None,
+        service_class: ServiceClass = "interactive",
+        slowdown: float | None = None,
+    ) -> Score:
+        """How likely the model finds a continuation, as lm-evaluation-harness defines it: both are tokenised together,
+        white space at the context's end counts with the continuation, an empty context is the token that begins texts.
+
+        Raises as `generate`.
+        """
+        options: dict[str, Any] = {"model": model, "service_class": service_class, "slowdown": slowdown}
+        return Score.of(await self.generate(context, continuation=continuation, **options))
+
+    async def steer(self, slowdown: float) -> None:
+        """Let what this client has open of class `batch` make interactive requests take so many times as long."""
+        call = await self._open(Steer(NO_ID, slowdown))
+        self._calls.close(call)
 
     async def status(self) -> EngineStatus:
         """What the server is doing."""

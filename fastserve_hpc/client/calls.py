@@ -112,6 +112,8 @@ def make_submit(
     service_class: ServiceClass = "interactive",
     session: str | None = None,
     expected_tokens: int | None = None,
+    slowdown: float | None = None,
+    continuation: str | Sequence[int] | None = None,
     **sampling: Any,
 ) -> Submit:
     """The message that asks for a generation, without its id.
@@ -129,6 +131,8 @@ def make_submit(
         service_class=service_class,
         session=session,
         expected_tokens=expected_tokens,
+        slowdown=slowdown,
+        continuation=_continuation(continuation),
     )
 
 
@@ -154,6 +158,15 @@ def _split(prompt: Prompt) -> tuple[str | list[int] | None, list[ChatMessage] | 
     if items and isinstance(items[0], Mapping):
         return None, [_chat_message(i, item) for i, item in enumerate(items)]
     return [_token_id(i, item) for i, item in enumerate(items)], None
+
+
+def _continuation(continuation: str | Sequence[int] | None) -> str | list[int] | None:
+    if continuation is None or isinstance(continuation, str):
+        return continuation
+    token_ids, messages = _split(continuation)
+    if messages is not None:
+        raise RequestError("the continuation must be text or token ids")
+    return token_ids
 
 
 def _chat_message(position: int, message: Any) -> ChatMessage:
@@ -196,7 +209,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
 
 
 _SAMPLING_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
-_SUBMIT_NAMES = ("model", "service_class", "session", "expected_tokens")
+_SUBMIT_NAMES = ("model", "service_class", "session", "expected_tokens", "slowdown")
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -74,6 +75,28 @@ class Generation:
         return self.choices[0].finish_reason
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a model says of a continuation, as lm-evaluation-harness defines it."""
+
+    loglikelihood: float
+    """Sum over the continuation's tokens, from the raw logits."""
+    is_greedy: bool
+    """Whether greedy decoding would have said the same."""
+    num_tokens: int
+    """Of the continuation."""
+    num_cut: int = 0
+    """Tokens of the context that did not fit, off its beginning."""
+
+    @classmethod
+    def of(cls, generation: Generation) -> Score:
+        """From the answer to a `Submit` with a continuation."""
+        entries = [entry for entry in generation.prompt_logprobs if entry is not None]
+        loglikelihood = math.fsum(entry.logprob for entry in entries)
+        is_greedy = all(entry.top[0][0] == entry.token_id for entry in entries)
+        return cls(loglikelihood, is_greedy, len(entries), generation.usage.cut_tokens)
+
+
 class Collector:
     """Adds the events of `n` choices up."""
 
@@ -102,4 +125,5 @@ class Collector:
         prompt_tokens = max((u.prompt_tokens for u in self._usages.values()), default=0)
         completion_tokens = sum(u.completion_tokens for u in self._usages.values())
         choices = [self._choices.get(i, Choice(i)) for i in range(self._num_choices)]
-        return Generation(choices, self._prompt_logprobs, Usage(prompt_tokens, completion_tokens))
+        cut_tokens = max((u.cut_tokens for u in self._usages.values()), default=0)
+        return Generation(choices, self._prompt_logprobs, Usage(prompt_tokens, completion_tokens, cut_tokens))

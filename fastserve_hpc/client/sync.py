@@ -15,7 +15,7 @@ import zmq
 from fastserve_hpc.client.base import ClientBase, StreamState, answer_as
 from fastserve_hpc.client.calls import Call, Prompt, encoded, make_submit
 from fastserve_hpc.client.connection import Connection
-from fastserve_hpc.client.results import Collector, Event, Generation
+from fastserve_hpc.client.results import Collector, Event, Generation, Score
 from fastserve_hpc.core.engine import EngineStatus
 from fastserve_hpc.core.request import ServiceClass
 from fastserve_hpc.errors import EndpointError
@@ -78,6 +78,22 @@ class Client(ClientBase):
         """The answer as it comes. The request is sent at once; closing or dropping the stream cancels it."""
         options = {"model": model, "service_class": service_class, "session": session}
         return self._submit(prompt, stream=True, expected_tokens=expected_tokens, **options, **sampling)
+
+    def score(
+        self,
+        context: str | list[int],
+        continuation: str | list[int],
+        *,
+        model: str | None = None,
+        service_class: ServiceClass = "interactive",
+    ) -> Score:
+        """How likely the model finds a continuation, as lm-evaluation-harness defines it: both are tokenised together,
+        white space at the context's end counts with the continuation, an empty context is the token that begins texts.
+
+        Raises as `generate`.
+        """
+        options: dict[str, Any] = {"model": model, "service_class": service_class}
+        return Score.of(self.generate(context, continuation=continuation, **options))
 
     def status(self) -> EngineStatus:
         """What the server is doing."""

@@ -46,6 +46,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 0
+    """`prompt_logprobs` begin at this position of the prompt, whose own entry is None."""
 
     def validate(self) -> None:
         """Raise `RequestError` naming the first value that makes no sense for any model."""
@@ -75,6 +77,7 @@ class SamplingParams:
         ordered = self.max_tokens is None or self.min_tokens <= self.max_tokens
         _require(ordered, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         _require(self.top_k >= 0, "top_k", self.top_k, "at least 0 (0 means no limit)")
+        _require(self.prompt_logprobs_from >= 0, "prompt_logprobs_from", self.prompt_logprobs_from, "at least 0")
         _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"between 1 and {MAX_CHOICES}")
         _require(self.seed is None or abs(self.seed) <= MAX_SEED, "seed", self.seed, "a signed 64-bit integer")
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
@@ -101,6 +104,8 @@ class Request:
     """The client's hint of the output length; trusted only as far as hints have been right."""
     slowdown: float | None = None
     """Of class `batch`: interactive requests may take so many times as long because of it. None: the usual."""
+    num_cut: int = 0
+    """Tokens of a context to be scored that did not fit and were cut off its beginning."""
 
 
 @dataclass(frozen=True, slots=True)

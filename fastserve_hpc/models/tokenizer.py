@@ -34,8 +34,12 @@ class Tokenizer(Protocol):
     def longest_piece(self) -> int:
         """Characters of a text that one token stands for at most."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with what the model wants in front of every text."""
+    @property
+    def prefix_token_id(self) -> int | None:
+        """What stands for an empty text: the token that begins a text or, without one, the one that ends it."""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a prompt; with `add_special`, what the model wants in front of every text too."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
@@ -66,6 +70,7 @@ class BpeTokenizer:
         eos_token_ids: tuple[int, ...],
         template: ChatTemplate | None = None,
         bos_in_front: int | None = None,
+        prefix_token_id: int | None = None,
     ) -> None:
         self._library = library
         self._style = style
@@ -75,13 +80,14 @@ class BpeTokenizer:
         self._bytes_of = byte_level_table(self._pieces)
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = eos_token_ids
+        self.prefix_token_id = next(iter(eos_token_ids), None) if prefix_token_id is None else prefix_token_id
         # A normalizer may join characters (a Hangul syllable is one of three).
         joined = 1 if library.normalizer is None else 4
         self.longest_piece = joined * max(map(len, library.get_vocab(with_added_tokens=True)), default=1)
 
-    def encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._library.encode(text).ids
-        bos = self._bos_in_front
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        token_ids: list[int] = self._library.encode(text, add_special_tokens=add_special).ids
+        bos = self._bos_in_front if add_special else None
         return token_ids if bos is None or token_ids[:1] == [bos] else [bos, *token_ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -112,9 +118,10 @@ class ByteTokenizer:
     EOS = 256
     vocab_size = 259
     eos_token_ids = (EOS,)
+    prefix_token_id = EOS
     longest_piece = 1
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special: bool = True) -> list[int]:  # noqa: ARG002
         return list(text.encode("utf-8", "replace"))
 
     def decode(self, token_ids: Sequence[int]) -> str:

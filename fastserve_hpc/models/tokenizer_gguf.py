@@ -45,6 +45,7 @@ def read(path: Path) -> BpeTokenizer:
         eos_token_ids=(*fields.ids("tokenizer.ggml.eos_token_id"), *fields.ids("tokenizer.ggml.eot_token_id")),
         template=_template(fields, tokens),
         bos_in_front=_bos(fields, "tokenizer.ggml.add_bos_token"),
+        prefix_token_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),
     )
 
 

@@ -43,6 +43,7 @@ def read(directory: Path) -> BpeTokenizer:
         eos_token_ids=() if eos is None else (eos,),
         template=None if source is None else ChatTemplate(source, names),
         bos_in_front=library.token_to_id(names["bos_token"]) if _adds_bos(config, names) else None,
+        prefix_token_id=library.token_to_id(names["bos_token"]) if "bos_token" in names else None,
     )
 
 

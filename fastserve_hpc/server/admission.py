@@ -9,6 +9,7 @@ from fastserve_hpc.core.request import MAX_SEED, ModelLimits, Request, SamplingP
 from fastserve_hpc.errors import RequestError
 from fastserve_hpc.models.tokenizer import Tokenizer
 from fastserve_hpc.protocol import Submit
+from fastserve_hpc.server.scoring import pair_of
 
 MAX_STOP_LENGTH = 1000
 MAX_SESSION_LENGTH = 256
@@ -28,9 +29,24 @@ class Admission:
     def admit(self, submit: Submit) -> list[Request]:
         """One request a choice. Raises `RequestError`."""
         self._check(submit)
+        if submit.continuation is not None:
+            return [self._scored(submit, submit.continuation)]
         prompt = tuple(self._prompt(submit))
         sampling = resolve(submit.sampling, prompt, self.limits, self._default_seed())
         return [self._request(submit, prompt, sampling, choice) for choice in range(sampling.n)]
+
+    def _scored(self, submit: Submit, continuation: str | list[int]) -> Request:
+        """A request whose one token nobody wants: its prompt is what counts."""
+        if submit.messages is not None:
+            raise RequestError("a continuation is scored after a prompt, not after messages")
+        if submit.sampling != SamplingParams():
+            raise RequestError("a continuation is scored, nothing is generated: leave the sampling parameters out")
+        for text in (submit.prompt, continuation):
+            self._check_length(len(text) if isinstance(text, str) else 0)
+        pair = pair_of(self._tokenizer, submit.prompt, continuation, self.limits.max_model_len - 1)
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprobs_from=pair.first - 1)
+        sampling = resolve(sampling, pair.token_ids, self.limits, self._default_seed())
+        return replace(self._request(submit, pair.token_ids, sampling, 0), num_cut=pair.num_cut)
 
     def _check(self, submit: Submit) -> None:
         if submit.model not in (None, self.model):
@@ -42,6 +58,8 @@ class Admission:
             raise RequestError(f"session has over {MAX_SESSION_LENGTH} characters: give a shorter name")
         if submit.expected_tokens is not None and submit.expected_tokens < 1:
             raise RequestError(f"expected_tokens is {submit.expected_tokens}: it must be at least 1")
+        if submit.slowdown is not None:
+            check_slowdown(submit.slowdown)
 
     def _prompt(self, submit: Submit) -> list[int]:
         if (submit.prompt is None) == (submit.messages is None):
@@ -84,4 +102,11 @@ class Admission:
             submit.service_class,
             submit.session,
             submit.expected_tokens,
+            submit.slowdown,
         )
+
+
+def check_slowdown(slowdown: float) -> None:
+    """Raise `RequestError` unless it is one."""
+    if not slowdown >= 1:
+        raise RequestError(f"slowdown is {slowdown}: it must be at least 1, which is none")

@@ -199,6 +199,8 @@ class Coordinator:
                 self._add(request)
             for request_id in commands.cancelled:
                 self._scheduler.abort(request_id, self._clock())
+            for request_id, slowdown in commands.slowdowns.items():
+                self._scheduler.set_slowdown(request_id, slowdown)
             if commands.wants_status:
                 self._queue.send(EngineOutput(status=self.status()))
             if commands.drain is not None:

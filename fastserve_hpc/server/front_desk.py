@@ -24,11 +24,12 @@ from fastserve_hpc.protocol import (
     ProtocolError,
     StatusQuery,
     StatusReply,
+    Steer,
     Submit,
     ToServer,
     Welcome,
 )
-from fastserve_hpc.server.admission import Admission
+from fastserve_hpc.server.admission import Admission, check_slowdown
 from fastserve_hpc.server.doors import Peer
 from fastserve_hpc.server.endpoint import EndpointFile
 from fastserve_hpc.server.outbox import Outbox
@@ -62,6 +63,7 @@ class FrontDesk:
         self._status_queries: list[tuple[Peer, int]] = []
         self._requests: list[Request] = []
         self._cancelled: list[int] = []
+        self._slowdowns: dict[int, float] = {}
         self._wants_status = False
         self._drain: DrainMode | None = None
         self._next_alive = clock() + ALIVE_S
@@ -127,10 +129,11 @@ class FrontDesk:
 
     def take_commands(self) -> EngineCommands | None:
         """What has gathered for the coordinator."""
-        if not (self._requests or self._cancelled or self._wants_status or self._drain):
+        if not (self._requests or self._cancelled or self._slowdowns or self._wants_status or self._drain):
             return None
-        commands = EngineCommands(self._requests, self._cancelled, self._wants_status, self._drain)
-        self._requests, self._cancelled, self._wants_status, self._drain = [], [], False, None
+        commands = EngineCommands(self._requests, self._cancelled, self._slowdowns, self._wants_status, self._drain)
+        self._requests, self._cancelled, self._slowdowns = [], [], {}
+        self._wants_status, self._drain = False, None
         return commands
 
     @singledispatchmethod
@@ -144,6 +147,11 @@ class FrontDesk:
         requests = self._admission.admit(submit)
         self._sessions.open(peer, submit, requests)
         self._requests += requests
+
+    @_act.register
+    def _(self, steer: Steer, peer: Peer) -> None:
+        check_slowdown(steer.slowdown)
+        self._slowdowns |= dict.fromkeys(self._sessions.requests_of(peer), steer.slowdown)
 
     @_act.register
     def _(self, cancel: Cancel, peer: Peer) -> None:

@@ -56,6 +56,8 @@ class EngineCommands(msgspec.Struct, frozen=True, omit_defaults=True):
 
     requests: list[Request] = []
     cancelled: list[int] = []
+    slowdowns: dict[int, float] = {}
+    """By request: what those of class `batch` may cost interactive ones from now on."""
     wants_status: bool = False
     drain: DrainMode | None = None
 

@@ -32,6 +32,7 @@ class Choice:
     submission: Submission
     index: int
     num_prompt_tokens: int
+    num_cut: int
     detokenizer: Detokenizer
     num_tokens: int = 0
     kept: DeltaSum | None = None
@@ -67,7 +68,7 @@ class Choice:
         return "".join(texts), len(token_ids)
 
     def _usage(self, reason: FinishReason | None) -> Usage | None:
-        return None if reason is None else Usage(self.num_prompt_tokens, self.num_tokens)
+        return None if reason is None else Usage(self.num_prompt_tokens, self.num_tokens, self.num_cut)
 
 
 @dataclass(slots=True)
@@ -107,8 +108,12 @@ class Sessions:
         for request in requests:
             sampling = request.sampling
             detokenizer = Detokenizer(self._tokenizer.text_decoder(), sampling.stop, sampling.min_tokens)
-            choice = Choice(submission, request.choice, len(request.prompt), detokenizer)
+            choice = Choice(submission, request.choice, len(request.prompt), request.num_cut, detokenizer)
             self._choices[request.request_id] = choice
+
+    def requests_of(self, peer: Peer) -> list[int]:
+        """Those of a client that are in the engine."""
+        return [i for submission in self._submissions.get(peer, {}).values() for i in submission.request_ids]
 
     def cancel(self, peer: Peer, id: int) -> list[int]:
         """Forget a submission; the requests that the engine is to cancel."""

@@ -58,6 +58,9 @@ class _Mirror:
     num_scored: int = 0
     """Prompt positions whose log-probabilities were reported."""
 
+    def __post_init__(self) -> None:
+        self.num_scored = min(self.new.sampling.prompt_logprobs_from, len(self.new.prompt) - 1)
+
     def extend(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
             self.tokens.append(token_id)
@@ -228,7 +231,8 @@ def _score_prompt(mirror: _Mirror, piece: SequenceSlice) -> list[tuple[int, tupl
     if num_top is None or begin >= end:
         return []
     mirror.num_scored = end
-    scores = (_logprobs(mirror.tokens[i], num_top) if i else None for i in range(begin, end))
+    first = min(mirror.new.sampling.prompt_logprobs_from, len(mirror.new.prompt) - 1)
+    scores = (_logprobs(mirror.tokens[i], num_top) if i > first else None for i in range(begin, end))
     return [(piece.request_id, tuple(scores))]
 
 

@@ -64,7 +64,7 @@ class OutputReader:
         end_position = scored.first_position + scored.num_rows
         token_ids = self._table.record(sequence, end_position)[scored.first_position :].tolist()
         rows = logits[scored.first_row : scored.first_row + scored.num_rows]
-        first = self._next_scores.pop(sequence.request_id, None)  # None for position 0
+        first = self._next_scores.pop(sequence.request_id, None)  # None for the first of all
         others = score_prompt(rows, token_ids, sequence.sampling.prompt_logprobs or 0)
         if end_position > scored.end:
             self._next_scores[sequence.request_id] = others.pop()

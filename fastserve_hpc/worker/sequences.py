@@ -35,7 +35,7 @@ class Sequence:
     """Tokens known: the prompt and the output so far."""
     num_blocks: int = 0
     num_scored: int = 0
-    """Prompt positions whose log-probabilities have been reported (`SamplingParams.prompt_logprobs`)."""
+    """Prompt positions whose log-probabilities have been reported or are not wanted (`SamplingParams`)."""
 
 
 class SequenceTable:
@@ -79,6 +79,7 @@ class SequenceTable:
         row = self._free_rows.pop()
         self.tokens[row, :count] = new.prompt
         sequence = Sequence(new.request_id, new.sampling, new.choice, count, row, count)
+        sequence.num_scored = min(new.sampling.prompt_logprobs_from, count - 1)
         self._sequences[new.request_id] = sequence
         return sequence
 
