@@ -39,7 +39,8 @@ check lint ruff check
 check format ruff format --check
 check types mypy
 check 'import contracts' lint-imports --no-logo
-check tests python -m pytest -q --durations=15 ${marks:+-m "$marks"} "$@"
+# Modules side by side, for many tests only wait; the tests of one module share servers.
+check tests python -m pytest -q -n 2 --dist loadscope --durations=15 ${marks:+-m "$marks"} "$@"
 
 say '' "=== summary ($SECONDS s)"
 printf '%s' "$summary"

@@ -105,7 +105,7 @@ class Watchdog:
         self._own_failure = (text, code)
         self._alarm.send(b"!")
         self._thread.join(_ANSWER_S + _LAST_RESORT_S)
-        os._exit(code)
+        self._leave(text, code)  # its thread has had no turn: better said twice than never
 
     def allow_silence(self, silence_s: float) -> None:
         """Tell the others that this rank may be silent for so long, until this is called again.

@@ -128,18 +128,18 @@ def _files(shards: Sequence[Shard]) -> Iterable[str]:
     return [_word(option) for shard in shards for option in (("input", shard.input), ("output", shard.output))]
 
 
-# `wait` returns early when a trapped signal arrives: then wait again, for the exit status.
+# `wait` returns early when a trapped signal arrives: once the child has gone, another gives its exit status.
 _WAIT = """\
 # USR1 comes ahead of the time limit, to this shell alone: srun passes it on and the ranks finish what runs.
 # TERM (scancel, preemption) has been sent to the ranks as well{never_again}.
-{before}trap 'signalled=yes; kill -USR1 "$ranks"' USR1
-trap 'signalled=yes{cancelled}' TERM
+{before}trap 'kill -USR1 "$ranks"' USR1
+trap '{on_term}' TERM
 while
-    signalled=''
     wait "$ranks"
-    code="$?"
-    [ -n "$signalled" ]
-do :; done"""
+    kill -0 "$ranks" 2>/dev/null
+do :; done
+wait "$ranks"
+code="$?\""""
 
 _RESTART = """\
 # 75: there is more to do. A site that refuses to requeue gets a successor in the queue.
@@ -151,9 +151,9 @@ fi"""
 
 def _wait(restarts: bool) -> list[str]:
     if not restarts:
-        return _WAIT.format(never_again="", before="", cancelled="").splitlines()
+        return _WAIT.format(never_again="", before="", on_term=":").splitlines()
     never_again = "; nothing is to start again then"
-    return _WAIT.format(never_again=never_again, before="cancelled=''\n", cancelled=" cancelled=yes").splitlines()
+    return _WAIT.format(never_again=never_again, before="cancelled=''\n", on_term="cancelled=yes").splitlines()
 
 
 def _restart(array: bool) -> list[str]:
