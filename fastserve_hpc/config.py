@@ -14,6 +14,8 @@ from fastserve_hpc.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 PolicyName = Literal["fcfs", "skip-join", "skip-join-paper", "mlfq"]
+RULES = ("join", "sink", "replace", "spare", "finishing", "aging", "oldest", "hints", "classes", "sessions")
+"""What --rules-off can name; docs/scheduling.md explains them."""
 
 MAX_SIZE = 2**60
 _MOST = 2**20
@@ -80,9 +82,14 @@ class EngineConfig:
         0, "Seeds the sampling of requests that bring no seed of their own.", limits=(-(2**63), 2**63 - 1)
     )
     policy: PolicyName = option(
-        "fcfs",
-        "Who runs first: fcfs (in order of arrival), skip-join (short answers first, nobody starves); "
+        "skip-join",
+        "Who runs first: skip-join (short answers first, nobody starves), fcfs (in order of arrival); "
         "mlfq and skip-join-paper are there for comparison.",
+    )
+    rules_off: str | None = option(
+        None,
+        f"Rules that skip-join goes without, for comparison, as in aging,hints: {', '.join(RULES)}.",
+        metavar="RULE,...",
     )
 
     batch_slowdown: float | None = option(
@@ -95,6 +102,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        for name in self.rules_without:
+            if name not in RULES:
+                raise ConfigError(f"--rules-off {name}: there is no such rule; the rules are {', '.join(RULES)}")
+
+    @property
+    def rules_without(self) -> tuple[str, ...]:
+        """The names that `rules_off` lists."""
+        return tuple(name.strip() for name in (self.rules_off or "").split(",") if name.strip())
 
     @property
     def world_size(self) -> int:

@@ -79,3 +79,10 @@ def test_every_setting_has_help() -> None:
 def test_state_dir_can_be_moved() -> None:
     assert state_dir({"FASTSERVE_HPC_HOME": "/scratch/x"}, Path("/home/u")) == Path("/scratch/x")
     assert state_dir({}, Path("/home/u")) == Path("/home/u/.fastserve-hpc")
+
+
+def test_only_known_rules_can_be_switched_off() -> None:
+    assert EngineConfig(rules_off="aging, hints").rules_without == ("aging", "hints")
+    assert EngineConfig().rules_without == ()
+    with pytest.raises(ConfigError, match="--rules-off luck: there is no such rule; the rules are join, sink"):
+        EngineConfig(rules_off="aging,luck")

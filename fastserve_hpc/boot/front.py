@@ -11,6 +11,7 @@ import time
 from types import TracebackType
 
 from fastserve_hpc.boot.batch_process import BatchProcess
+from fastserve_hpc.boot.costs import KnownCosts
 from fastserve_hpc.boot.models import ServedModel
 from fastserve_hpc.boot.workers import BuiltWorker, build_worker
 from fastserve_hpc.boot.world import World
@@ -18,13 +19,16 @@ from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.policy import make_policy
+from fastserve_hpc.core.policy.base import Policy
 from fastserve_hpc.core.policy.by_class import ByClass
+from fastserve_hpc.core.policy.sizing import SkipJoinRules
 from fastserve_hpc.core.scheduler import Scheduler
 from fastserve_hpc.endpoint import Endpoint, endpoints_dir, file_of
 from fastserve_hpc.errors import ExitCode, StoppedError
 from fastserve_hpc.parallel.control import Control
 from fastserve_hpc.parallel.idle import Backoff
 from fastserve_hpc.parallel.signals import SignalThread, Stop
+from fastserve_hpc.server.calibration import Calibrated
 from fastserve_hpc.server.coordinator import Coordinator, EngineInfo
 from fastserve_hpc.server.ingress_process import IngressProcess, settings_from
 from fastserve_hpc.server.job_end import JobEnd
@@ -65,27 +69,30 @@ class Front:
         endpoint = self._ingress.wait_started()  # a name that is taken shows before the weights are loaded
         with world.loading(self._server.heartbeat_s):
             built = build_worker(self._engine, self._model, world)
-        coordinator = self._coordinator(world, control, built)
+            costs = KnownCosts(self._engine, self._model, built)
+            calibrated = costs.begin(control, world)
+        coordinator = self._coordinator(world, control, built, calibrated)
         built.comm.set_progress_hook(coordinator.progress)
         stops.direct_to(coordinator)
         gc.freeze()  # what is here now stays: collections need not look at it
         coordinator.run(on_ready=lambda: self._announce(endpoint, coordinator))
+        costs.keep(calibrated.cost)
         built.comm.close()
         control.close()
         return self._exit_code(coordinator)
 
-    def _coordinator(self, world: World, control: Control, built: BuiltWorker) -> Coordinator:
-        engine = self._engine
+    def _coordinator(self, world: World, control: Control, built: BuiltWorker, calibrated: Calibrated) -> Coordinator:
+        engine, cost = self._engine, calibrated.cost
         kv = KvManager(built.num_blocks, engine.block_size)
-        cost = CostModel()
         scheduler = Scheduler(
-            ByClass(lambda: make_policy(engine.policy, max_batch=engine.max_batch, cost=cost)),
+            self._policy(cost),
             kv,
             max_batch=engine.max_batch,
             max_batch_tokens=engine.max_batch_tokens,
             num_stages=engine.pp,
             cost=cost,
             max_slowdown=math.inf if engine.batch_slowdown is None else engine.batch_slowdown,
+            last_plan_id=calibrated.last_plan_id,
         )
         info = EngineInfo(self._model.name, built.max_model_len, engine.tp, engine.pp, self._model.limits.vocab_size)
         return Coordinator(
@@ -106,6 +113,15 @@ class Front:
         if end_time is None:
             return None
         return JobEnd.after(end_time - time.time(), time.monotonic(), self._server.drain_s, cost)
+
+    def _policy(self, cost: CostModel) -> Policy:
+        engine = self._engine
+        rules = SkipJoinRules().without(engine.rules_without)
+
+        def one() -> Policy:
+            return make_policy(engine.policy, max_batch=engine.max_batch, cost=cost, num_stages=engine.pp, rules=rules)
+
+        return ByClass(one) if rules.uses_classes else one()
 
     def _announce(self, endpoint: Endpoint, coordinator: Coordinator) -> None:
         if self._batch is not None:

@@ -45,6 +45,10 @@ class BuiltWorker:
     """KV blocks that every rank has on its device."""
     max_model_len: int
     comm: TensorComm
+    compute: str = ""
+    """What it computes with, in words."""
+    number_bytes: int = 2
+    """Of a weight and of a number in the KV cache."""
 
 
 def build_worker(config: EngineConfig, model: ServedModel, world: World) -> BuiltWorker:
@@ -96,7 +100,7 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
         max_seqs=config.max_batch,
         max_model_len=max_model_len,
     )
-    return BuiltWorker(worker, size.device_blocks, max_model_len, comm)
+    return BuiltWorker(worker, size.device_blocks, max_model_len, comm, chosen.description, chosen.dtype.itemsize)
 
 
 def _choose_compute(

@@ -7,7 +7,7 @@ The same model places requests in levels, and drives the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -56,6 +56,10 @@ class Costs:
     decode_sequence_s: float = 5e-4
     kv_token_s: float = 4e-8
 
+    def scaled(self, factor: float) -> Costs:
+        """The same times `factor`: those of a stage, say, of a pipeline of alike ones."""
+        return Costs(*(value * factor for value in astuple(self)))
+
     def predict(self, load: IterationLoad) -> float:
         """Seconds that an iteration takes."""
         return (
@@ -87,6 +91,10 @@ _NUM_TRUSTED = 64
 """Observations before which no surprise is cut: the prior may be of another machine."""
 
 
+Measurement = tuple[IterationLoad, float]
+"""An iteration and the seconds that it took."""
+
+
 class CostModel:
     """The costs as known now: where they began, refitted by least squares to what iterations took.
 
@@ -102,6 +110,20 @@ class CostModel:
         self._prior = astuple(self.costs)
         self._products = [[0.0] * _NUM for _ in range(_NUM)]
         self._targets = [0.0] * _NUM
+
+    @classmethod
+    def calibrated(cls, measurements: Sequence[Measurement]) -> CostModel:
+        """A model that begins with what was measured; `relative_error` is that of the fit. At least one, above 0 s."""
+        usual = Costs()
+        speeds = sorted(seconds / usual.predict(load) for load, seconds in measurements)
+        found = cls(usual.scaled(speeds[len(speeds) // 2]))
+        for load, seconds in measurements:
+            found._accumulate((1.0, *map(float, load)), seconds)
+        found._refit()
+        model = cls(found.costs)
+        errors = [abs(found.costs.predict(load) - seconds) / seconds for load, seconds in measurements]
+        model.relative_error = sum(errors) / len(errors)
+        return model
 
     def observe(self, load: IterationLoad, seconds: float) -> None:
         """An iteration took so long. Zero or less is not a measurement and is ignored."""

@@ -61,9 +61,10 @@ class Scheduler:
         num_stages: int = 1,
         cost: CostModel | None = None,
         max_slowdown: float = math.inf,
+        last_plan_id: int = 0,
     ):
         """`cost` learns from the times that results bring, and bounds what class `batch` costs the other; at most
-        `max_slowdown`, whatever such a request says.
+        `max_slowdown`, whatever such a request says. The ranks have computed all plans up to `last_plan_id`.
         """
         limits = {"max_batch": max_batch, "max_batch_tokens": max_batch_tokens, "num_stages": num_stages}
         for name, value in limits.items():
@@ -81,8 +82,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._in_flight: deque[_Flight] = deque()
         self._to_forget: list[int] = []
-        self._last_plan_id = 0
-        self._last_done = 0
+        self._last_plan_id = self._last_done = last_plan_id
         self._is_short_of_blocks = False
         self._slowdown = None if cost is None else SlowdownRule(cost)
         self._landed_s = -math.inf
@@ -254,7 +254,7 @@ class Scheduler:
         return oldest
 
     def _learn(self, flight: _Flight, seconds: float) -> None:
-        """What the iteration took. Those that only decode are much alike: every 16th will do."""
+        """What the iteration took in a stage. Those that only decode are much alike: every 16th will do."""
         if self.cost is not None and seconds > 0 and (flight.num_prompt_tokens or flight.plan_id % 16 == 0):
             self.cost.observe(load_of(flight.slices), seconds)
 

@@ -73,9 +73,9 @@ class SimulatedEngine:
     """One run: a workload through a scheduler. All requests take exactly their `output_tokens`."""
 
     def __init__(self, settings: EngineSettings, policy: str | Policy):
-        cost = CostModel(settings.costs)
+        cost = CostModel(settings.costs.scaled(1 / settings.num_stages))
         if isinstance(policy, str):
-            policy = make_policy(policy, max_batch=settings.max_batch, cost=cost)
+            policy = make_policy(policy, max_batch=settings.max_batch, cost=cost, num_stages=settings.num_stages)
         self.scheduler = Scheduler(
             policy,
             KvManager(max(1, settings.kv_tokens // BLOCK_SIZE), BLOCK_SIZE),

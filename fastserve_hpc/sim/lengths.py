@@ -18,7 +18,7 @@ class QuantileLengths:
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     min_tokens: int = 1
-    """Pairs of which one is shorter are drawn again, as in the usual benchmark scripts."""
+    """Pairs of which both are shorter are drawn again, as in the FastServe authors' benchmark."""
     max_prompt: int | None = None
     """Longer prompts are drawn again."""
     max_total: int | None = None
@@ -32,7 +32,7 @@ class QuantileLengths:
                 return prompt, output
 
     def _is_usable(self, prompt: int, output: int) -> bool:
-        if min(prompt, output) < self.min_tokens or prompt > (self.max_prompt or prompt):
+        if max(prompt, output) < self.min_tokens or prompt > (self.max_prompt or prompt):
             return False
         return self.max_total is None or prompt + output <= self.max_total
 
@@ -91,4 +91,5 @@ SHAREGPT = QuantileLengths(
 # fmt: on
 """First turns of ShareGPT in tokens of OPT: percentiles 0 to 100 of the 79,731 pairs of at most 2,048 tokens in the
 artefact of vLLM's SOSP'23 paper (means 161 and 338, correlation 0.04). Statistics only; no text is taken from it.
-What is too short or too long is left out as that paper's benchmark does: fewer than 4 tokens, prompts over 1,024."""
+What is too short or too long is left out as the FastServe authors' benchmark does: pairs of which both have fewer
+than 4 tokens, prompts over 1,024."""

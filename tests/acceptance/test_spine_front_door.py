@@ -223,7 +223,7 @@ def test_status_has_the_keys_that_scripts_rely_on(start_server: Callable[..., Se
     server = start_server("--model", "fake", "--pp", "2", ranks=2).wait_ready()
     status = server.status()
     assert status["state"] == "ready"
-    assert (status["world_size"], status["tp"], status["pp"], status["policy"]) == (2, 1, 2, "fcfs")
+    assert (status["world_size"], status["tp"], status["pp"], status["policy"]) == (2, 1, 2, "skip-join")
     assert status["device_blocks"]["total"] > 0
     assert {"model", "max_model_len", "running", "waiting", "host_blocks", "preemptions", "uptime_s"} <= set(status)
     assert set(status["host_blocks"]) == {"total", "used"}

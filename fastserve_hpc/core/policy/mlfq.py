@@ -35,8 +35,10 @@ class Mlfq:
 
     name = "mlfq"
 
-    def __init__(self, cost: CostModel):
+    def __init__(self, cost: CostModel, num_stages: int = 1):
+        """`cost` is that of a stage, of `num_stages` alike."""
         self._cost = cost
+        self._num_stages = num_stages
         self._entries: dict[int, _Entry] = {}
         self._levels = Levels()
         self._order = 0
@@ -73,8 +75,10 @@ class Mlfq:
         return 0
 
     def _quantum_s(self, level: int) -> float:
-        shortest = self._cost.costs.predict(IterationLoad(decode_sequences=1))
-        return float(shortest * RATIO**level)
+        return float(self._iteration_s(IterationLoad(decode_sequences=1)) * RATIO**level)
+
+    def _iteration_s(self, load: IterationLoad) -> float:
+        return self._cost.costs.predict(load) * self._num_stages
 
     def _move(self, entry: _Entry, level: int) -> None:
         self._levels.take_out(entry.level, entry.sequence)
@@ -96,8 +100,8 @@ class PaperSkipJoin(Mlfq):
 
     name = "skip-join-paper"
 
-    def __init__(self, cost: CostModel, starvation_bound_s: float = STARVATION_BOUND_S):
-        super().__init__(cost)
+    def __init__(self, cost: CostModel, num_stages: int = 1, starvation_bound_s: float = STARVATION_BOUND_S):
+        super().__init__(cost, num_stages)
         self._bound_s = starvation_bound_s
         self._num_promoted = 0
         self._by_wait: OrderedDict[int, _Entry] = OrderedDict()
@@ -135,5 +139,5 @@ class PaperSkipJoin(Mlfq):
 
     def _first_level(self, sequence: Sequence) -> int:
         count = sequence.num_prompt
-        first_s = self._cost.costs.predict(IterationLoad(count, prefill_attention(0, count)))
+        first_s = self._iteration_s(IterationLoad(count, prefill_attention(0, count)))
         return next((k for k in range(NUM_LEVELS) if self._quantum_s(k) >= first_s), NUM_LEVELS - 1)

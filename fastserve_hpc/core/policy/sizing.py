@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.hints import HintTrust
@@ -41,6 +43,31 @@ class SkipJoinRules:
     """As `min_gap`, for candidates with a trusted hint."""
     hinted_ratio: float = 1.5
     """Between levels of requests with a trusted hint."""
+    uses_classes: bool = True
+    """`batch` requests stand behind all others."""
+    uses_sessions: bool = True
+    """Requests of one session count their tokens together."""
+
+    def without(self, names: Iterable[str]) -> SkipJoinRules:
+        """These rules but for those named, as `config.RULES` names them."""
+        changes: dict[str, Any] = {}
+        for name in names:
+            changes |= _SWITCHED_OFF[name]
+        return replace(self, **changes)
+
+
+_SWITCHED_OFF: Mapping[str, Mapping[str, Any]] = {
+    "join": {"joins_by_prompt": False},
+    "sink": {"sinks_prompt": False},
+    "replace": {"replaces": False},
+    "spare": {"spared_levels": -math.inf},
+    "finishing": {"spares_finishing": False},
+    "aging": {"aging": math.inf},
+    "oldest": {"oldest_share": 0.0},
+    "hints": {"uses_hints": False},
+    "classes": {"uses_classes": False},
+    "sessions": {"uses_sessions": False},
+}
 
 
 class Sizing:
@@ -49,11 +76,12 @@ class Sizing:
     Level l stands for `quantum * 2^l` output tokens; levels of requests with a trusted hint lie between.
     """
 
-    def __init__(self, rules: SkipJoinRules, max_batch: int, cost: CostModel):
+    def __init__(self, rules: SkipJoinRules, max_batch: int, cost: CostModel, num_stages: int = 1):
+        """Costs are those of a stage; a plan holds the stage's part of the batch."""
         self.lengths = FinishedLengths()
         self._hints = HintTrust()
         self._rules = rules
-        self._max_batch = max_batch
+        self._plan_batch = max(1, max_batch // num_stages)
         self._cost = cost
 
     def learn(self, sequence: Sequence) -> None:
@@ -67,12 +95,12 @@ class Sizing:
     def prompt_ratio(self) -> float:
         """Output tokens whose cost is that of one prompt token."""
         costs = self._cost.costs
-        return costs.prefill_token_s / costs.output_token_s(self._max_batch)
+        return costs.prefill_token_s / costs.output_token_s(self._plan_batch)
 
     def drain_s(self, prompt_tokens: int, num_requests: int) -> float:
         """Seconds that a backlog takes: so many prompt tokens, and the usual answers of so many requests."""
         costs = self._cost.costs
-        output_s = costs.output_token_s(self._max_batch)
+        output_s = costs.output_token_s(self._plan_batch)
         return costs.prefill_token_s * prompt_tokens + output_s * self.lengths.mean * num_requests
 
     def usual_level(self) -> float:

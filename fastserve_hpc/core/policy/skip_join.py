@@ -30,14 +30,14 @@ class SkipJoin:
 
     name = "skip-join"
 
-    def __init__(self, max_batch: int, cost: CostModel, rules: SkipJoinRules | None = None):
+    def __init__(self, max_batch: int, cost: CostModel, rules: SkipJoinRules | None = None, num_stages: int = 1):
         self.rules = rules or SkipJoinRules()
         self.num_replaced = 0
         """Running requests that had to give their place to another."""
         self.num_aged = 0
         self.num_pinned = 0
         self._max_batch = max_batch
-        self._sizing = Sizing(self.rules, max_batch, cost)
+        self._sizing = Sizing(self.rules, max_batch, cost, num_stages)
         self._entries: dict[int, Entry] = {}
         self._waiting = Waiting()
         self._running = 0
@@ -61,7 +61,7 @@ class SkipJoin:
         entry = Entry(sequence, self._num_added, now, prompt_left=sequence.num_prompt)
         self._entries[sequence.request_id] = entry
         self._prompt_tokens_left += entry.prompt_left
-        session = sequence.request.session
+        session = sequence.request.session if self.rules.uses_sessions else None
         if session is not None:
             entry.session = self._sessions.setdefault(session, [0, 0])
             entry.session[0] += 1
@@ -240,7 +240,7 @@ class SkipJoin:
         entry.level, entry.end = hinted or plain
         if not sequence.outputs:
             entry.end = 0
-        if sequence.request.service_class == "batch":
+        if self.rules.uses_classes and sequence.request.service_class == "batch":
             entry.level += _BATCH_CLASS
         watched = entry.prompt_left or entry.session is not None or entry.is_pinned
         entry.limit = 0 if watched else entry.end

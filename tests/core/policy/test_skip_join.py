@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from scheduling import request
 
+from fastserve_hpc.config import RULES
 from fastserve_hpc.core.cost import CostModel, Costs
 from fastserve_hpc.core.policy.sizing import SkipJoinRules
 from fastserve_hpc.core.policy.skip_join import SkipJoin
@@ -301,3 +302,36 @@ def test_a_long_queue_costs_no_more() -> None:
 
     few = min(seconds(50) for _ in range(3))
     assert min(seconds(10_000) for _ in range(3)) < 3.0 * few
+
+
+class TestSwitches:
+    def test_each_rule_can_be_switched_off(self) -> None:
+        rules = SkipJoinRules()
+        for name in RULES:
+            assert rules.without([name]) != rules
+        assert rules.without(()) == rules
+        assert rules.without(["aging", "oldest"]).without(["hints"]) == rules.without(["hints", "oldest", "aging"])
+
+    def test_without_classes_batch_requests_are_like_others(self) -> None:
+        bench = Bench(max_batch=1, uses_classes=False)
+        bench.add(service_class="batch")
+        bench.add()
+        assert bench.order() == [0, 1]
+
+    def test_without_sessions_each_request_counts_alone(self) -> None:
+        bench = Bench(max_batch=2, uses_sessions=False)
+        one, other = bench.add(session="s"), bench.add(session="s")
+        bench.order()
+        bench.prefill(one)
+        bench.give(one, 300)
+        bench.prefill(other)
+        assert bench.level(other) == level_of(H)
+
+    def test_stages_share_the_batch_and_work_side_by_side(self) -> None:
+        cost = CostModel(Costs(0.1, 0.005, 0.0, 0.0, 0.0))
+        plain, staged = (SkipJoin(8, cost, num_stages=stages) for stages in (1, 2))
+        for policy in (plain, staged):
+            policy.add(Sequence(request(0, 100, 50), 0.0), 0.0)
+        # Each stage holds half of the batch.
+        assert plain.drain_s() == pytest.approx(100 * 0.005 + M * 0.1 / 8)
+        assert staged.drain_s() == pytest.approx(100 * 0.005 + M * 0.1 / 4)
