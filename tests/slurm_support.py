@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -108,3 +109,62 @@ def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> 
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         time.sleep(0.1)
+
+
+PROGRAM = (sys.executable, "-m", "fastserve_hpc")
+SRUN = ("srun", "-N2", "--ntasks-per-node=1", "--mpi=pmi2")
+PROMPT = "The capital of France is"
+
+
+class Login:
+    """A user on the login host, whose home all nodes share."""
+
+    def __init__(self, cluster: Cluster, home: Path):
+        self.cluster = cluster
+        self.environ = {"PYTHONPATH": OUR_PATH, "FASTSERVE_HPC_HOME": str(home), "OMP_NUM_THREADS": "1"}
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        process = self.cluster.popen(*command, **self.environ)
+        self.started.append(process)
+        return process
+
+    def fastserve(self, *arguments: str, timeout_s: float = 60) -> Completed:
+        return self.cluster.run(*PROGRAM, *arguments, timeout_s=timeout_s, **self.environ)
+
+    def serve(self, *arguments: str, launcher: tuple[str, ...] = SRUN) -> str:
+        """Start a server; returns the job's id once it is ready."""
+        process = self.start(*launcher, *PROGRAM, "serve", *arguments)
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("ready endpoint=job-"):
+                return line.split()[1].removeprefix("endpoint=job-")
+        raise AssertionError("".join(lines))
+
+    def status(self, job_id: str) -> dict[str, object]:
+        done = self.fastserve("status", "--json", "--job", job_id)
+        return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
+
+    def sbatch(self, *arguments: str) -> str:
+        """Submit what `fastserve-hpc sbatch` makes of the arguments; returns the job's id."""
+        done = self.fastserve("sbatch", *arguments, "--submit")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()[2].rstrip(",;")
+
+    def ranks(self) -> list[str]:
+        """Process ids of what runs of us on the nodes."""
+        found = (self.cluster.run("pgrep", "-f", "fastserve_hpc", node=node).stdout for node in ("n1", "n2"))
+        return "".join(found).split()
+
+    def end(self) -> None:
+        """No jobs, and nothing that was started is left."""
+        self.cluster.run("scancel", "--user=root")
+        for process in self.started:
+            process.communicate(timeout=60)
+
+    def answer(self, job_id: str) -> str:
+        done = self.fastserve("submit", "--raw", PROMPT, "--job", job_id, "--max-tokens", "8")
+        assert done.returncode == 0, done.stderr
+        return done.stdout

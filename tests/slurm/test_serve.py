@@ -3,66 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_support import OUR_PATH, Cluster, Completed, wait_until
+from slurm_support import PROMPT, Cluster, Login, wait_until
 
 pytestmark = pytest.mark.slurm
 
-PROGRAM = (sys.executable, "-m", "fastserve_hpc")
-SRUN = ("srun", "-N2", "--ntasks-per-node=1", "--mpi=pmi2")
 NUM_LINES = 16
-PROMPT = "The capital of France is"
-
-
-class Login:
-    """A user on the login host, whose home all nodes share."""
-
-    def __init__(self, cluster: Cluster, home: Path):
-        self.cluster = cluster
-        self.environ = {"PYTHONPATH": OUR_PATH, "FASTSERVE_HPC_HOME": str(home), "OMP_NUM_THREADS": "1"}
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *command: str) -> subprocess.Popen[str]:
-        process = self.cluster.popen(*command, **self.environ)
-        self.started.append(process)
-        return process
-
-    def fastserve(self, *arguments: str, timeout_s: float = 60) -> Completed:
-        return self.cluster.run(*PROGRAM, *arguments, timeout_s=timeout_s, **self.environ)
-
-    def serve(self, *arguments: str, launcher: tuple[str, ...] = SRUN) -> str:
-        """Start a server; returns the job's id once it is ready."""
-        process = self.start(*launcher, *PROGRAM, "serve", *arguments)
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("ready endpoint=job-"):
-                return line.split()[1].removeprefix("endpoint=job-")
-        raise AssertionError("".join(lines))
-
-    def status(self, job_id: str) -> dict[str, object]:
-        done = self.fastserve("status", "--json", "--job", job_id)
-        return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
-
-    def answer(self, job_id: str) -> str:
-        done = self.fastserve("submit", "--raw", PROMPT, "--job", job_id, "--max-tokens", "8")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
 
 @pytest.fixture
 def login(cluster: Cluster, tmp_path: Path) -> Iterator[Login]:
     user = Login(cluster, tmp_path / "home")
     yield user
-    cluster.run("scancel", "--user=root")
-    for process in user.started:
-        process.communicate(timeout=30)
+    user.end()
 
 
 def test_fake_model_on_two_nodes(login: Login) -> None:
@@ -88,20 +44,10 @@ def test_scancel_ends_a_server_in_order(login: Login) -> None:
     job_id = login.serve("--model", "fake", "--pp", "2")
     login.cluster.run("scancel", job_id)
     output, _ = login.started[0].communicate(timeout=20)
-    wait_until(lambda: not ranks(login.cluster), 10, "the ranks to end")
+    wait_until(lambda: not login.ranks(), 10, "the ranks to end")
     refused = login.fastserve("submit", "--raw", PROMPT, "--job", job_id)
     assert refused.returncode != 0
     assert f"the server of job {job_id} has ended" in refused.stderr, output
-
-
-def ranks(cluster: Cluster) -> str:
-    return "".join(cluster.run("pgrep", "-f", "fastserve_hpc", node=node).stdout for node in ("n1", "n2"))
-
-
-def submit(login: Login, *arguments: str) -> str:
-    done = login.fastserve("sbatch", *arguments, "--submit")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()[2].rstrip(",;")
 
 
 @pytest.mark.slow
@@ -110,7 +56,7 @@ def test_generated_server_script(login: Login, tmp_path: Path) -> None:
     """From the options to an answer, and through the warning ahead of the time limit to the end."""
     model = ("--model", "smollm2-135m", "--device-kv", "64M", "--host-kv", "16M", "--max-model-len", "1024")
     job = ("--pp", "2", "--nodes", "2", "--cpus-per-task", "2", "--time", "5", "--log", str(tmp_path / "log"))
-    job_id = submit(login, "serve", *model, *job)
+    job_id = login.sbatch("serve", *model, *job)
     wait_until(lambda: login.status(job_id).get("state") == "ready", 60, "the server")
     assert "Paris" in login.answer(job_id)
     login.cluster.run("scancel", "--signal=USR1", "--batch", job_id)
@@ -129,7 +75,7 @@ def test_generated_batch_script_goes_on_after_an_early_stop(login: Login, tmp_pa
     results = tmp_path / "out.jsonl"
     model = ("--model", "smollm2-135m", "--device-kv", "64M", "--host-kv", "16M", "--max-batch", "2")
     files = ("--input", str(tmp_path / "in.jsonl"), "--output", str(results))
-    job_id = submit(login, "batch", *model, *files, "--cpus-per-task", "2", "--log", str(tmp_path / "log"))
+    job_id = login.sbatch("batch", *model, *files, "--cpus-per-task", "2", "--log", str(tmp_path / "log"))
     wait_until(lambda: results.exists() and results.read_bytes().count(b"\n") >= 4, 60, "first results")
     login.cluster.run("scancel", "--signal=USR1", "--batch", job_id)
     wait_until(lambda: "Restarts=1" in login.cluster.run("scontrol", "show", "job", job_id).stdout, 60, "a requeue")
