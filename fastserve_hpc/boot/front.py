@@ -33,9 +33,13 @@ from fastserve_hpc.server.coordinator import Coordinator, EngineInfo
 from fastserve_hpc.server.ingress_process import IngressProcess, settings_from
 from fastserve_hpc.server.job_end import JobEnd
 from fastserve_hpc.slurm.environ import job_end_time
+from fastserve_hpc.slurm.queue import kill_wait_s
 
 _STOP_NOW_S = 2.0
 """How long the end may take once it was asked for at once."""
+
+_SHARE_OF_KILL_WAIT = 0.75
+"""Of the time between Slurm's SIGTERM and SIGKILL, for requests that run; the rest is for the end itself."""
 
 
 class Front:
@@ -63,7 +67,7 @@ class Front:
 
     def run(self, world: World) -> ExitCode:
         """Bring the ranks up, serve until the end, and let them go."""
-        stops = _Stops(world, self._batch)
+        stops = _Stops(world, self._batch, kill_wait_s(os.environ))
         SignalThread(stops.take).start()
         control = world.control()
         endpoint = self._ingress.wait_started()  # a name that is taken shows before the weights are loaded
@@ -143,9 +147,10 @@ class Front:
 class _Stops:
     """Turns stop signals into drains. Called in the signal thread, but for `direct_to`."""
 
-    def __init__(self, world: World, batch: BatchProcess | None) -> None:
+    def __init__(self, world: World, batch: BatchProcess | None, kill_wait_s: float | None) -> None:
         self._world = world
         self._batch = batch
+        self._soon_s = float("inf") if kill_wait_s is None else _SHARE_OF_KILL_WAIT * kill_wait_s
         self._coordinator: Coordinator | None = None
         self._lock = threading.Lock()
         self._is_stopping = False
@@ -162,8 +167,8 @@ class _Stops:
                 self._world.abort(StoppedError("told to stop while starting"))
         if self._batch is not None:
             self._batch.terminate()
-        elif stop is Stop.DRAIN:
-            coordinator.request_drain("finish")
+        elif stop is not Stop.NOW:
+            coordinator.request_drain("finish", self._soon_s if stop is Stop.DRAIN_SOON else float("inf"))
         if stop is Stop.NOW:
             coordinator.request_drain("now")
             threading.Timer(_STOP_NOW_S, self._world.abort, [StoppedError("told to stop at once")]).start()

@@ -19,6 +19,8 @@ class Stop(enum.Enum):
 
     DRAIN = enum.auto()
     """Take no new requests, finish the running ones, then leave."""
+    DRAIN_SOON = enum.auto()
+    """The same; but who sends SIGTERM (Slurm's scancel) kills a little later."""
     NOW = enum.auto()
     """Leave at once."""
 
@@ -58,6 +60,6 @@ class SignalThread(threading.Thread):
     def _meaning(self, number: int, now: float) -> Stop | None:
         if self._draining_since is None:
             self._draining_since = now
-            return Stop.DRAIN
+            return Stop.DRAIN_SOON if number == signal.SIGTERM else Stop.DRAIN
         is_repeat = number == signal.SIGUSR1 or now - self._draining_since < _SAME_STROKE_S
         return None if is_repeat else Stop.NOW

@@ -96,7 +96,7 @@ class Coordinator:
         self._job_end = job_end
         self._started = clock()
         self._state: EngineState = "starting"
-        self._drains: SimpleQueue[DrainMode] = SimpleQueue()
+        self._drains: SimpleQueue[tuple[DrainMode, float]] = SimpleQueue()
         self._deadline = float("inf")
         self._num_cancelled = 0
         self._deltas: list[TokenDelta] = []
@@ -122,9 +122,9 @@ class Coordinator:
             has_worked = self._iterate()
         self._end()
 
-    def request_drain(self, mode: DrainMode) -> None:
-        """Ask for the end, from any thread: "finish" what was taken, within `drain_s`, or "now"."""
-        self._drains.put(mode)
+    def request_drain(self, mode: DrainMode, within_s: float = float("inf")) -> None:
+        """Ask for the end, from any thread: "finish" what was taken, within `drain_s` and `within_s`, or "now"."""
+        self._drains.put((mode, self._clock() + within_s))
         self._queue.interrupt()
 
     def progress(self) -> None:
@@ -220,7 +220,7 @@ class Coordinator:
     def _take_drains(self) -> None:
         try:
             while True:
-                self._drain(self._drains.get_nowait())
+                self._drain(*self._drains.get_nowait())
         except Empty:
             pass
         now = self._clock()
@@ -230,12 +230,14 @@ class Coordinator:
         if now >= self._deadline:
             self._cancel_all()
 
-    def _drain(self, mode: DrainMode) -> None:
+    def _drain(self, mode: DrainMode, latest: float = float("inf")) -> None:
         if self._state == "ready":
             self._enter("draining")
-            self._deadline = self._clock() + self._drain_s
+            now = self._clock()
+            self._deadline = min(now + self._drain_s, latest)
             if mode == "finish" and (unfinished := len(self._scheduler.request_ids())):
-                self._say(f"ending: {_requests(unfinished)} may take {self._drain_s:g} s to finish")
+                left_s = round(max(0.0, self._deadline - now), 1)
+                self._say(f"ending: {_requests(unfinished)} may take {left_s:g} s to finish")
         if mode == "now":
             self._cancel_all()
 

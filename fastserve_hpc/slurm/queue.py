@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 _TIMEOUT_S = 5.0
+_USUAL_KILL_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,22 @@ class ActiveJobs:
 def active_jobs(timeout_s: float = _TIMEOUT_S) -> ActiveJobs | None:
     """None where Slurm cannot be asked, or does not answer in time."""
     jobs = _output("squeue", "--noheader", f"--user={os.getuid()}", "--format=%A", timeout_s=timeout_s)
-    config = None if jobs is None else _output("scontrol", "show", "config", timeout_s=timeout_s)
-    name = re.search(r"^ClusterName\s*=\s*(\S+)", config or "", re.MULTILINE)
-    return None if jobs is None or name is None else ActiveJobs(name[1], frozenset(jobs.split()))
+    name = None if jobs is None else _setting("ClusterName", timeout_s)
+    return None if jobs is None or name is None else ActiveJobs(name, frozenset(jobs.split()))
+
+
+def kill_wait_s(environ: Mapping[str, str], timeout_s: float = _TIMEOUT_S) -> float | None:
+    """How long after SIGTERM Slurm sends SIGKILL; None outside of a job."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    match = re.match(r"\d+", _setting("KillWait", timeout_s) or "")
+    return _USUAL_KILL_WAIT_S if match is None else float(match[0])
+
+
+def _setting(name: str, timeout_s: float) -> str | None:
+    config = _output("scontrol", "show", "config", timeout_s=timeout_s)
+    match = re.search(rf"^{name}\s*=\s*(\S+)", config or "", re.MULTILINE)
+    return None if match is None else match[1]
 
 
 def _output(*command: str, timeout_s: float) -> str | None:

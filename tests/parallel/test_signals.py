@@ -58,7 +58,7 @@ def program():
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_drains_the_second_stops(program, first, second):
     running = program()
-    assert running.send(first) == "DRAIN"
+    assert running.send(first) == ("DRAIN_SOON" if first == signal.SIGTERM else "DRAIN")
     time.sleep(0.3)
     assert running.send(second) == "NOW"
 
@@ -83,6 +83,7 @@ def test_a_child_that_unblocks_obeys(program):
         ([(signal.SIGINT, 0.0), (signal.SIGINT, 0.1)], [Stop.DRAIN, None]),
         ([(signal.SIGINT, 0.0), (signal.SIGINT, 0.3)], [Stop.DRAIN, Stop.NOW]),
         ([(signal.SIGUSR1, 0.0), (signal.SIGUSR1, 9.0)], [Stop.DRAIN, None]),
+        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 9.0)], [Stop.DRAIN_SOON, Stop.NOW]),
         ([(signal.SIGUSR1, 0.0), (signal.SIGTERM, 9.0), (signal.SIGTERM, 10.0)], [Stop.DRAIN, Stop.NOW, Stop.NOW]),
     ],
 )

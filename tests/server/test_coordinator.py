@@ -304,6 +304,18 @@ class TestDrain:
         assert queue.reasons == {1: "cancelled"}
         assert queue.states == ["ready", "draining", "ended"]
 
+    def test_who_asks_may_know_that_less_time_is_left(self) -> None:
+        clock = Clock()
+        setup = Setup(submit(request(1, max_tokens=200, stop_token_ids=())), clock=clock)
+
+        def later() -> None:
+            clock.now += 2.0
+
+        setup.queue.turns += [lambda: setup.coordinator.request_drain("finish", 3.75), later, later, None]
+        assert setup.run().reasons == {1: "cancelled"}
+        assert setup.news[0] == "ending: 1 request may take 3.8 s to finish"
+        assert clock.now == 104.0
+
     def test_the_end_of_the_job_is_reason_enough(self) -> None:
         clock = Clock()
 
