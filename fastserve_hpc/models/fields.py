@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from fastserve_hpc.errors import ModelError
 
@@ -37,7 +37,9 @@ class Fields:
         return quotient
 
     def number(self, key: str, default: float | object = _MISSING) -> float:
-        """A number above 0."""
+        """A number above 0; the default may be any."""
+        if self.get(key) is None and default is not _MISSING:
+            return float(cast(float, default))
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
             raise self.error(key, "a number above 0")

@@ -81,45 +81,60 @@ class ColumnParallelLinear:
 class RowParallelLinear:
     """residual + linear(x): x [T, this rank's inputs] -> [T, out], summed over the ranks.
 
-    The first rank brings the bias and the residual into the sum.
+    The first rank brings the bias and the residual into the sum. With `out_norm`, residual + out_norm(linear(x)):
+    the sum is then taken, and normalised, in float32.
     """
 
     def __init__(
-        self, reader: WeightReader, shard: Shard, name: str, shape: tuple[int, int], inputs: range, bias: bool
+        self,
+        reader: WeightReader,
+        shard: Shard,
+        name: str,
+        shape: tuple[int, int],
+        inputs: range,
+        bias: bool,
+        out_norm: Norm | None = None,
     ):
         self._shard = shard
+        self.out_norm = out_norm
         weight = reader.read(Part.of(f"{name}.weight", shape, columns=inputs))
         added = reader.read(Part.of(f"{name}.bias", shape[:1])) if bias else None
         self.weight = shard.ops.pack_linear(weight, added if shard.rank == 0 else None)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        added = residual if self._shard.rank == 0 else None
-        return self._shard.sum(self._shard.ops.linear(x, self.weight, residual=added))
+        ops = self._shard.ops
+        if self.out_norm is None:
+            added = residual if self._shard.rank == 0 else None
+            return self._shard.sum(ops.linear(x, self.weight, residual=added))
+        total = self._shard.sum(ops.linear(x, self.weight, out_dtype=torch.float32))
+        return (residual + ops.normalize(total, self.out_norm)).to(residual.dtype)
 
 
 class VocabEmbedding:
-    """Token ids [T] -> [T, hidden]: each rank looks up the ids of its part of the vocabulary, the sum has all.
+    """Token ids [T] -> [T, width]: each rank looks up the ids of its part of the vocabulary, the sum has all.
 
     `weight`: this rank's rows of the matrix, as `read_vocabulary` or, where the head has the same, `pack_linear` gives.
+    `scale` multiplies them.
     """
 
-    def __init__(self, shard: Shard, weight: Any, vocab_size: int):
+    def __init__(self, shard: Shard, weight: Any, vocab_size: int, scale: float = 1.0):
         self._shard = shard
         part, self._length = shard.padded_part(vocab_size)
         self._first = part.start
         self._weight = weight
+        self._scale = scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self._shard.size == 1:
-            return self._shard.ops.embedding(token_ids, self._weight)
+            return self._shard.ops.embedding(token_ids, self._weight, self._scale)
         local = token_ids - self._first
         foreign = (local < 0) | (local >= self._length)
-        found = self._shard.ops.embedding(local.masked_fill(foreign, 0), self._weight)
+        found = self._shard.ops.embedding(local.masked_fill(foreign, 0), self._weight, self._scale)
         return self._shard.sum(found.masked_fill(foreign[:, None], 0))
 
 
 class VocabHead:
-    """x [R, hidden] -> logits [R, vocab] in float32, complete on every rank; cut and padded as the embedding.
+    """x [R, width] -> logits [R, vocab] in float32, complete on every rank; cut and padded as the embedding.
 
     `weight`: this rank's rows of the matrix, packed.
     """
@@ -129,7 +144,7 @@ class VocabHead:
         self._vocab_size = vocab_size
         self._weight = weight
 
-    def __call__(self, x: Tensor, norm: Norm) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None) -> Tensor:
         if not len(x):  # the ranks agree on it, and spare each other the exchange
             return x.new_empty(0, self._vocab_size, dtype=torch.float32)
         logits = self._shard.ops.linear(x, self._weight, norm=norm, out_dtype=torch.float32)
@@ -139,11 +154,16 @@ class VocabHead:
 
 
 def read_vocabulary(reader: WeightReader, shard: Shard, name: str, shape: tuple[int, int]) -> Tensor:
-    """This rank's rows of a matrix [vocab, hidden], filled up with zeros to the same number on every rank."""
+    """This rank's rows of a matrix [vocab, width], filled up with zeros to the same number on every rank."""
     part, length = shard.padded_part(shape[0])
     return reader.read(Part.of(f"{name}.weight", shape, part), num_rows=length)
 
 
-def read_norm(reader: WeightReader, name: str, size: int, eps: float) -> Norm:
-    """An RMS norm over `size` numbers; whole on every rank."""
-    return Norm(reader.read(Part.of(f"{name}.weight", (size,)), dtype=torch.float32), eps)
+def read_norm(reader: WeightReader, name: str, size: int, eps: float, bias: bool = False) -> Norm:
+    """A norm over `size` numbers, with a bias a layer norm; whole on every rank."""
+    weight, added = (Part.of(f"{name}.{kind}", (size,)) for kind in ("weight", "bias"))
+    return Norm(
+        reader.read(weight, dtype=torch.float32) + reader.norm_offset,
+        eps,
+        reader.read(added, dtype=torch.float32) if bias else None,
+    )

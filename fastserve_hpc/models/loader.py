@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from fastserve_hpc.models.decoder import DecoderLayer, Head, Model, layer_prefix
+from fastserve_hpc.models.decoder import DecoderLayer, Entrance, Head, LayerSource, Model
+from fastserve_hpc.models.families import FAMILIES, HEAD
 from fastserve_hpc.models.gguf import read_header
 from fastserve_hpc.models.layers import Shard, VocabEmbedding, VocabHead, read_norm, read_vocabulary
 from fastserve_hpc.models.locate import ModelFiles
 from fastserve_hpc.models.reading import Reading
-from fastserve_hpc.models.rope import rope_table
+from fastserve_hpc.models.rope import Ropes
+from fastserve_hpc.models.source_directory import open_directory
 from fastserve_hpc.models.source_gguf import GGUFSource
-from fastserve_hpc.models.source_safetensors import SafetensorsSource
 from fastserve_hpc.models.spec import ModelSpec
-from fastserve_hpc.models.weights import WeightReader, WeightSource
+from fastserve_hpc.models.weights import Part, WeightReader, WeightSource
 from fastserve_hpc.ops import Ops, reference
 from fastserve_hpc.parallel.comm import TensorComm
 from fastserve_hpc.parallel.topology import Topology
@@ -26,9 +26,8 @@ from fastserve_hpc.parallel.topology import Topology
 T = TypeVar("T")
 Layer = TypeVar("Layer")
 
-EMBEDDING = "model.embed_tokens"
-NORM = "model.norm"
-HEAD = "lm_head"
+_OPT_POSITIONS_BEFORE = 2
+"""Rows of a table of learned positions that stand before that of position 0."""
 
 
 def load_model(
@@ -51,16 +50,20 @@ def load_model(
     spec.check_tp(topology.tp_size)
     indices = topology.layer_range(spec.num_layers)
     device = torch.device(device)
+    family = FAMILIES[spec.architecture]
+    # What GGUF files hold has the offset in it.
+    offset = family.norm_offset if files.path.is_dir() else 0.0
     reading = reading or Reading()
-    reader = WeightReader(reading.of(open_source(files, spec)), dtype, device)
+    reader = WeightReader(reading.of(open_source(files, spec)), dtype, device, offset)
     shard = Shard(topology.tp_rank, topology.tp_size, ops, comm)
+    ropes = Ropes.make(spec, reader.rope_factors(spec.head_dim), device)
+    sources = [LayerSource(reader, shard, spec, ropes, index) for index in indices]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         ends = pool.submit(_load_ends, reader, shard, spec, topology)
-        layers = _load_each(pool, partial(DecoderLayer, reader, shard, spec), indices, topology, reading)
-        embedding, head = ends.result()
-    reader.refuse_unread(layer_prefix(index) for index in indices)
-    rope = rope_table(spec.rope, spec.head_dim, spec.max_position, reader.rope_factors(spec.head_dim), device)
-    return Model(spec, dtype, shard, rope, layers, embedding, head)
+        layers = _load_each(pool, DecoderLayer, sources, topology, reading)
+        entrance, head = ends.result()
+    reader.refuse_unread(family.tensors.layer(index) for index in indices)
+    return Model(spec, dtype, shard, layers, entrance, head)
 
 
 def _load_each(
@@ -87,23 +90,66 @@ def _load_each(
 def open_source(files: ModelFiles, spec: ModelSpec) -> WeightSource:
     """The weights of a directory or a .gguf file."""
     if files.path.is_dir():
-        return SafetensorsSource(files.path)
+        return open_directory(files.path, FAMILIES[spec.architecture].tensors)
     return GGUFSource(read_header(files.path), spec)
 
 
 def _load_ends(
     reader: WeightReader, shard: Shard, spec: ModelSpec, topology: Topology
-) -> tuple[VocabEmbedding | None, Head | None]:
-    """What the first stage has before the layers and the last one behind them. Tied ends share their weight."""
-    shape = (spec.vocab_size, spec.hidden_size)
-    table: Any = read_vocabulary(reader, shard, EMBEDDING, shape) if topology.is_first_stage else None
-    head = None
-    if topology.is_last_stage:
-        if table is not None and spec.tie_embeddings:
-            packed = table = shard.ops.pack_linear(table)
-        else:
-            name = EMBEDDING if spec.tie_embeddings else HEAD
-            packed = shard.ops.pack_linear(read_vocabulary(reader, shard, name, shape))
-        norm = read_norm(reader, NORM, spec.hidden_size, spec.norm_eps)
-        head = Head(norm, VocabHead(shard, packed, spec.vocab_size))
-    return None if table is None else VocabEmbedding(shard, table, spec.vocab_size), head
+) -> tuple[Entrance | None, Head | None]:
+    """What the first stage has before the layers and the last one behind them. Tied ends share their weight.
+
+    Every other rank of a stage with both begins with the head, so that each reads another part of the files.
+    """
+    shape = (spec.vocab_size, spec.vocab_width)
+    embedding = FAMILIES[spec.architecture].tensors.embedding
+    tied = topology.is_first_stage and topology.is_last_stage and spec.tie_embeddings
+
+    def table() -> Any:
+        return read_vocabulary(reader, shard, embedding, shape) if topology.is_first_stage else None
+
+    def packed() -> Any:
+        name = embedding if spec.tie_embeddings else HEAD
+        read = topology.is_last_stage and not tied
+        return shard.ops.pack_linear(read_vocabulary(reader, shard, name, shape)) if read else None
+
+    if tied:
+        first = last = shard.ops.pack_linear(table())
+    elif topology.tp_rank % 2:
+        last, first = packed(), table()
+    else:
+        first, last = table(), packed()
+    return (
+        None if first is None else _load_entrance(reader, shard, spec, first),
+        None if last is None else _load_head(reader, shard, spec, last),
+    )
+
+
+def _load_entrance(reader: WeightReader, shard: Shard, spec: ModelSpec, table: Any) -> Entrance:
+    family = FAMILIES[spec.architecture]
+    scale = torch.tensor(spec.hidden_size**0.5).to(reader.dtype).item() if family.scales_embedding else 1.0
+    positions = None
+    if family.tensors.positions is not None:
+        rows = _OPT_POSITIONS_BEFORE + spec.max_position
+        stored = Part.of(
+            f"{family.tensors.positions}.weight", (rows, spec.hidden_size), range(_OPT_POSITIONS_BEFORE, rows)
+        )
+        positions = reader.read(stored)
+    projection = _projection(reader, shard, spec, family.tensors.project_in, (spec.hidden_size, spec.vocab_width))
+    return Entrance(shard.ops, VocabEmbedding(shard, table, spec.vocab_size, scale), projection, positions)
+
+
+def _load_head(reader: WeightReader, shard: Shard, spec: ModelSpec, packed: Any) -> Head:
+    family = FAMILIES[spec.architecture]
+    norm = None
+    if spec.final_norm:
+        norm = read_norm(reader, family.tensors.final_norm, spec.hidden_size, spec.norm_eps, family.layer_norm)
+    projection = _projection(reader, shard, spec, family.tensors.project_out, (spec.vocab_width, spec.hidden_size))
+    return Head(shard.ops, norm, projection, VocabHead(shard, packed, spec.vocab_size), spec.logit_softcap)
+
+
+def _projection(reader: WeightReader, shard: Shard, spec: ModelSpec, name: str, shape: tuple[int, int]) -> Any | None:
+    """Between the sizes of the embedding and of the layers, whole on every rank; None where there is one size."""
+    if spec.embedding_size is None:
+        return None
+    return shard.ops.pack_linear(reader.read(Part.of(f"{name}.weight", shape)))

@@ -155,9 +155,10 @@ class _SourceReadOnce:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
 
-    def extent(self, name: str) -> Extent:
+    def extent(self, name: str) -> Extent | None:
         return self._source.extent(name)
 
     def read(self, name: str, rows: range, columns: range) -> Tensor:
-        self._reading.fetch(self._numbers[name], self._source.extent(name))
+        if (extent := self._source.extent(name)) is not None:
+            self._reading.fetch(self._numbers[name], extent)
         return self._source.read(name, rows, columns)

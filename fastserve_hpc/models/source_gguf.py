@@ -10,29 +10,60 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastserve_hpc.models.families import FAMILIES
+from fastserve_hpc.models.families import FAMILIES, HEAD, TensorNames
 from fastserve_hpc.models.gguf import GGUFHeader, TensorInfo
 from fastserve_hpc.models.spec import ModelSpec
-from fastserve_hpc.models.weights import ROPE_FACTORS, Extent
+from fastserve_hpc.models.weights import Extent
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES: Mapping[str, str] = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
 _LAYER_NAMES: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "attention_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "out": "attn_output",
+    "attention_out_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+    "mlp_out_norm": "post_ffw_norm",
 }
-_FILE_NAMES = {stored: name for name, stored in _NAMES.items()}
+"""Fields of `TensorNames` and what GGUF files call them, the same for all families."""
+
+
+class _Names:
+    """Between the names of a family's checkpoints and those in its GGUF files."""
+
+    def __init__(self, names: TensorNames):
+        self._prefix = f"{names.layers}."
+        self._ends = {names.embedding: "token_embd", names.final_norm: "output_norm", HEAD: "output"}
+        parts = {getattr(names, field): stored for field, stored in _LAYER_NAMES.items()}
+        self._parts = {name: stored for name, stored in parts.items() if name is not None}
+        self._stored_ends = {stored: name for name, stored in self._ends.items()}
+        self._stored_parts = {stored: name for name, stored in self._parts.items()}
+
+    def checkpoint(self, stored: str) -> str:
+        """The name in checkpoints; the stored name where there is none."""
+        base, _, kind = stored.rpartition(".")
+        if base in self._stored_ends:
+            return f"{self._stored_ends[base]}.{kind}"
+        if base.startswith("blk.") and base.count(".") == 2:
+            _, layer, part = base.split(".")
+            return f"{self._prefix}{layer}.{self._stored_parts.get(part, part)}.{kind}"
+        return stored
+
+    def stored(self, name: str) -> str:
+        """The inverse of `checkpoint`."""
+        base, _, kind = name.rpartition(".")
+        if base in self._ends:
+            return f"{self._ends[base]}.{kind}"
+        if base.startswith(self._prefix):
+            layer, part = base.removeprefix(self._prefix).split(".", 1)
+            return f"blk.{layer}.{self._parts.get(part, part)}.{kind}"
+        return name
 
 
 class GGUFSource:
@@ -41,9 +72,11 @@ class GGUFSource:
     def __init__(self, header: GGUFHeader, spec: ModelSpec):
         self._path = header.path
         self._head_dim = spec.head_dim
-        self._permuted = FAMILIES[spec.architecture].gguf_permutes_qk
+        family = FAMILIES[spec.architecture]
+        self._permuted = family.gguf_permutes_qk
+        self._names = _Names(family.tensors)
         self._tensors: dict[str, tuple[str, TensorInfo]] = {
-            _checkpoint_name(stored): (stored, info) for stored, info in header.tensors.items()
+            self._names.checkpoint(stored): (stored, info) for stored, info in header.tensors.items()
         }
         with header.path.open("rb") as file:
             # A private mapping: torch wants memory that could be written to.
@@ -54,7 +87,7 @@ class GGUFSource:
         return self._tensors.keys()
 
     def place(self, name: str) -> str:
-        return f"{self._path}: tensor {self._tensors[name][0] if name in self._tensors else _file_name(name)}"
+        return f"{self._path}: tensor {self._tensors[name][0] if name in self._tensors else self._names.stored(name)}"
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name][1].shape
@@ -106,28 +139,3 @@ def _dequantise(info: TensorInfo, data: npt.NDArray[np.uint8]) -> npt.NDArray[np
     # As one long row: the package works through 16 rows at a time, which costs more than the numbers do.
     numbers: npt.NDArray[np.float32] = dequantize(data.reshape(1, -1), GGMLQuantizationType[info.type.name])
     return numbers
-
-
-def _checkpoint_name(stored: str) -> str:
-    """The name in Hugging Face checkpoints; the stored name where there is none."""
-    if stored == ROPE_FACTORS:
-        return stored
-    base, _, kind = stored.rpartition(".")
-    if base in _FILE_NAMES:
-        return f"{_FILE_NAMES[base]}.{kind}"
-    if base.startswith("blk.") and base.count(".") == 2:
-        _, layer, part = base.split(".")
-        return f"model.layers.{layer}.{_LAYER_NAMES.get(part, part)}.{kind}"
-    return stored
-
-
-def _file_name(name: str) -> str:
-    """The inverse of `_checkpoint_name`."""
-    base, _, kind = name.rpartition(".")
-    if base in _NAMES:
-        return f"{_NAMES[base]}.{kind}"
-    if base.startswith("model.layers."):
-        _, _, layer, part = base.split(".", 3)
-        stored = next((stored for stored, checkpoint in _LAYER_NAMES.items() if checkpoint == part), part)
-        return f"blk.{layer}.{stored}.{kind}"
-    return name

@@ -29,7 +29,7 @@ class SafetensorsSource:
         self._files: dict[str, Any] = {}
         self._extents: dict[str, Mapping[str, Extent]] = {}
         if (directory / INDEX).is_file():
-            self._shards: Mapping[str, str] = _index(directory / INDEX)
+            self._shards: Mapping[str, str] = read_index(directory / INDEX)
         elif (directory / SINGLE).is_file():
             self._shards = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
@@ -91,7 +91,7 @@ def _extents(path: Path) -> Mapping[str, Extent]:
     return {name: Extent(path, 8 + length + first, end - first) for name, (first, end) in spans.items()}
 
 
-def _index(path: Path) -> Mapping[str, str]:
+def read_index(path: Path) -> Mapping[str, str]:
     """Tensor -> file in the same directory."""
     try:
         shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -103,6 +103,7 @@ def _index(path: Path) -> Mapping[str, str]:
 
 
 def _other_weights(directory: Path) -> str:
-    if any(directory.glob("*.bin")):
-        return "its weights are .bin files, which are not read; save it again as safetensors"
+    others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".msgpack", ".h5"))
+    if others:
+        return f"{others[0]} is not read; save the model as safetensors"
     return "copy the model again"

@@ -41,7 +41,8 @@ class WeightSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def extent(self, name: str) -> Extent: ...
+    def extent(self, name: str) -> Extent | None:
+        """Where its bytes are; None: not known, and they come as they are touched."""
 
     def read(self, name: str, rows: range, columns: range) -> Tensor:
         """Part of a tensor [rows, columns] or [rows] on the CPU, of any float type. Not to be written to."""
@@ -68,11 +69,15 @@ class Part:
 
 
 class WeightReader:
-    """Reads parts of tensors into tensors of the model's dtype on its device. May be shared by threads."""
+    """Reads parts of tensors into tensors of the model's dtype on its device. May be shared by threads.
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device):
+    `norm_offset`: what the source's weights of norms lack.
+    """
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, norm_offset: float = 0.0):
         self.dtype = dtype
         self.device = device
+        self.norm_offset = norm_offset
         self._source = source
         self._used: set[str] = set()
 

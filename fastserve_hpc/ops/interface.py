@@ -13,16 +13,19 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Activation = Literal["none", "silu_mul"]
-"""What a linear does to its outputs. silu_mul: silu of the first half of them times the second half."""
+Activation = Literal["none", "silu_mul", "gelu_tanh_mul", "relu"]
+"""What a linear does to its outputs. silu_mul: silu of the first half of them times the second half; gelu_tanh_mul:
+likewise with gelu in its form with tanh.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm with a weight [H] in float32."""
+    """RMS norm with a weight [H] in float32; with a bias [H], a layer norm."""
 
     weight: Tensor
     eps: float
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +38,23 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One rank's share of the heads, the same in every layer. `scale` multiplies the attention scores."""
+    """What all layers have in common: one rank's share of the heads, `scale` and `softcap` of the attention scores, and
+    the MLP's activation.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    softcap: float = 0.0
+    activation: Activation = "silu_mul"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """A decoder layer of the plainest kind: norm, attention, norm, gated MLP; linears as `pack_linear` gives them."""
+    """A decoder layer: norm, attention, norm, gated MLP, each added to the residual stream; linears as `pack_linear`
+    gives them. The norms of queries, keys and of what is added, and the window, are those of some families.
+    """
 
     attention_norm: Norm
     qkv: Any
@@ -53,6 +62,12 @@ class LayerWeights:
     mlp_norm: Norm
     gate_up: Any
     down: Any
+    rope: Rope
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+    window: int = 0
 
 
 class LayerStack(Protocol):
@@ -118,28 +133,45 @@ class Ops(Protocol):
         bias are those of `pack_linear`.
         """
 
-    def embedding(self, ids: Tensor, weight: Any) -> Tensor:
-        """Rows `ids` [T] of a weight [vocab, hidden], a tensor or from `pack_linear`: [T, hidden] in its dtype."""
+    def normalize(self, x: Tensor, norm: Norm) -> Tensor:
+        """norm(x) of each row of x [T, H]."""
+
+    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        """scale times rows `ids` [T] of a weight [vocab, hidden], a tensor or from `pack_linear`: [T, hidden] in its
+        dtype.
+        """
 
     def plan_attention(self, batch: AttentionBatch, kv_layer: Tensor) -> Any:
         """All of an iteration's attention that is the same for every layer; once per forward."""
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, kv_layer: Tensor, plan: Any, rope: Rope) -> Tensor:
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_layer: Tensor,
+        plan: Any,
+        rope: Rope | None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> Tensor:
         """Write rotated k, and v, to the batch's slots of a KV layer; return rotated q, which may be `q` itself.
 
         q [T, heads, head_dim], k and v [T, kv_heads, head_dim] may be views of one tensor. Dimension i is paired
-        with i + head_dim / 2, as Hugging Face checkpoints have it.
+        with i + head_dim / 2, as Hugging Face checkpoints have it. The norms, of each head, come before the rotation.
         """
 
-    def paged_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, scale: float) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, kv_layer: Tensor, plan: Any, scale: float, window: int = 0, softcap: float = 0.0
+    ) -> Tensor:
         """Causal attention of q [T, heads, head_dim] over each slice's blocks, its own tokens included.
 
-        Heads are divided evenly over the KV heads, in order. The result [T, heads, head_dim] is contiguous.
+        Heads are divided evenly over the KV heads, in order. With a `window` above 0, a token sees itself and
+        window - 1 before it; with a `softcap` above 0, a score s becomes softcap * tanh(scale * s / softcap). The
+        result [T, heads, head_dim] is contiguous.
         """
 
-    def stack_layers(
-        self, layers: Sequence[LayerWeights], shape: LayerShape, rope: Rope, shared: Any | None
-    ) -> LayerStack | None:
+    def stack_layers(self, layers: Sequence[LayerWeights], shape: LayerShape, shared: Any | None) -> LayerStack | None:
         """The layers as one operation, for fewer calls; None where there is none such.
 
         `shared` is what joins the ranks that hold the other parts of the layers (`TensorComm.shared`), None where

@@ -6,13 +6,14 @@ They sum in float32 and in one fixed order: a row's bits depend neither on its n
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fastserve_hpc.ops import reference
 from fastserve_hpc.ops.interface import Activation, AttentionBatch, LayerShape, LayerStack, LayerWeights, Norm, Rope
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from fastserve_kernels.kernels import Kernels
     from fastserve_kernels.packing import PackedLinear
     from fastserve_kernels.shared import SharedGroup
+
+
+_GATED = ("silu_mul", "gelu_tanh_mul")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,17 @@ class KernelOps:
         from fastserve_kernels.abi import Activation as Code
 
         self.kernels = kernels
-        self._codes = {"none": Code.NONE, "silu_mul": Code.SILU_MUL}
+        self._codes: Mapping[Activation, Code] = {
+            "none": Code.NONE,
+            "silu_mul": Code.SILU_MUL,
+            "gelu_tanh_mul": Code.GELU_TANH_MUL,
+            "relu": Code.RELU,
+        }
         self._packing = threading.Lock()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> Linear:
         with self._packing:  # layers are loaded by several threads, and share the memory for packed weights
-            if activation == "none":
+            if activation not in _GATED:
                 return Linear(self.kernels.pack_linear(weight, bias), activation)
             gate, up = weight.chunk(2)
             gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
@@ -68,6 +77,8 @@ class KernelOps:
         residual: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
+        if norm is not None and norm.bias is not None:
+            x, norm = self.normalize(x, norm), None
         return self.kernels.linear(
             x,
             weight.packed,
@@ -78,34 +89,81 @@ class KernelOps:
             out_dtype=out_dtype or x.dtype,
         )
 
-    def embedding(self, ids: Tensor, weight: Tensor | Linear) -> Tensor:
-        return self.kernels.embedding(ids, weight.packed if isinstance(weight, Linear) else weight)
+    def normalize(self, x: Tensor, norm: Norm) -> Tensor:
+        """In torch, which takes each row by itself: the same bits in any batch."""
+        return reference.normalize(x, norm)
+
+    def embedding(self, ids: Tensor, weight: Tensor | Linear, scale: float = 1.0) -> Tensor:
+        return self.kernels.embedding(ids, weight.packed if isinstance(weight, Linear) else weight, scale=scale)
 
     def plan_attention(self, batch: AttentionBatch, kv_layer: Tensor) -> AttentionPlan:
         del kv_layer  # Blocks are found as the attention goes.
         return AttentionPlan(batch.positions, batch.slot_ids, batch.block_tables, batch.query_start, batch.seq_lens)
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, kv_layer: Tensor, plan: AttentionPlan, rope: Rope) -> Tensor:
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_layer: Tensor,
+        plan: AttentionPlan,
+        rope: Rope | None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> Tensor:
         flat_q, flat_k, flat_v = (part.view(len(part), -1) for part in (q, k, v))
         self.kernels.rope_store(
-            flat_q, flat_k, flat_v, kv_layer, plan.positions, plan.slots, cos=rope.cos, sin=rope.sin
+            flat_q,
+            flat_k,
+            flat_v,
+            kv_layer,
+            plan.positions,
+            plan.slots,
+            cos=None if rope is None else rope.cos,
+            sin=None if rope is None else rope.sin,
+            q_norm=_weight(q_norm),
+            k_norm=_weight(k_norm),
+            norm_eps=0.0 if q_norm is None else q_norm.eps,
         )
         return q
 
-    def paged_attention(self, q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
         out = q.new_empty(len(q), q.shape[1] * q.shape[2])
         self.kernels.paged_attention(
-            q.view(out.shape), kv_layer, plan.block_tables, plan.query_start, plan.seq_lens, scale=scale, out=out
+            q.view(out.shape),
+            kv_layer,
+            plan.block_tables,
+            plan.query_start,
+            plan.seq_lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            out=out,
         )
         return out.view(q.shape)
 
     def stack_layers(
-        self, layers: Sequence[LayerWeights], shape: LayerShape, rope: Rope, shared: SharedGroup | None
+        self, layers: Sequence[LayerWeights], shape: LayerShape, shared: SharedGroup | None
     ) -> LayerStack | None:
         from fastserve_kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
 
-        eps = layers[0].mlp_norm.eps
-        common = DecoderShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, eps, shape.scale)
+        common = DecoderShape(
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            norm_eps=layers[0].mlp_norm.eps,
+            scale=shape.scale,
+            softcap=shape.softcap,
+            activation=self._codes[shape.activation],
+        )
         stacked = [
             DecoderLayer(
                 input_norm=layer.attention_norm.weight,
@@ -114,8 +172,13 @@ class KernelOps:
                 mlp_norm=layer.mlp_norm.weight,
                 gate_up=layer.gate_up.packed,
                 down=layer.down.packed,
-                cos=rope.cos,
-                sin=rope.sin,
+                cos=layer.rope.cos,
+                sin=layer.rope.sin,
+                q_norm=_weight(layer.q_norm),
+                k_norm=_weight(layer.k_norm),
+                attention_out_norm=_weight(layer.attention_out_norm),
+                mlp_out_norm=_weight(layer.mlp_out_norm),
+                window=layer.window,
             )
             for layer in layers
         ]
@@ -142,3 +205,7 @@ class _KernelStack:
             first=layers.start,
             last=layers.stop,
         )
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ __all__ = [
     "AttentionPlan",
     "PackedLinear",
     "embedding",
+    "gelu_tanh_mul",
     "linear",
+    "normalize",
     "pack_linear",
     "paged_attention",
     "plan_attention",
@@ -51,26 +53,30 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if norm is not None:
-        x = rms_norm(x, norm)
-    out = F.linear(x, weight.weight, weight.bias)
-    if weight.activation == "silu_mul":
-        out = silu_mul(out)
+        x = normalize(x, norm)
+    out = _ACTIVATIONS[weight.activation](F.linear(x, weight.weight, weight.bias))
     if residual is not None:
         out = residual + out
     return out if out_dtype is None else out.to(out_dtype)
 
 
-def embedding(ids: Tensor, weight: Tensor | PackedLinear) -> Tensor:
-    return F.embedding(ids, weight.weight if isinstance(weight, PackedLinear) else weight)
+def embedding(ids: Tensor, weight: Tensor | PackedLinear, scale: float = 1.0) -> Tensor:
+    found = F.embedding(ids, weight.weight if isinstance(weight, PackedLinear) else weight)
+    return found if scale == 1.0 else found * scale
 
 
 def stack_layers(
     layers: Sequence[LayerWeights],  # noqa: ARG001
     shape: LayerShape,  # noqa: ARG001
-    rope: Rope,  # noqa: ARG001
     shared: Any | None,  # noqa: ARG001
 ) -> LayerStack | None:
     return None
+
+
+def normalize(x: Tensor, norm: Norm) -> Tensor:
+    if norm.bias is None:
+        return rms_norm(x, norm)
+    return F.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, norm.eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -80,7 +86,21 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return (wide * scale * norm.weight).to(x.dtype)
 
 
-def rope_store(q: Tensor, k: Tensor, v: Tensor, kv_layer: Tensor, plan: AttentionPlan, rope: Rope) -> Tensor:
+def rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layer: Tensor,
+    plan: AttentionPlan,
+    rope: Rope | None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    q = q if q_norm is None else rms_norm(q, q_norm)
+    k = k if k_norm is None else rms_norm(k, k_norm)
+    if rope is None:
+        store_kv(k, v, kv_layer, plan)
+        return q
     cos, sin = rope.cos[plan.positions], rope.sin[plan.positions]
     store_kv(rotate(k, cos, sin), v, kv_layer, plan)
     return rotate(q, cos, sin)
@@ -97,3 +117,17 @@ def silu_mul(x: Tensor) -> Tensor:
     """silu of the left half of x [..., 2 * I] times the right half."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """gelu (by tanh) of the left half of x [..., 2 * I] times the right half."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "silu_mul": silu_mul,
+    "gelu_tanh_mul": gelu_tanh_mul,
+    "relu": F.relu,
+}

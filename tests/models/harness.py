@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -149,8 +149,68 @@ class TinyCache:
         return self.tensor[:, index]
 
 
+Pieces = Sequence[tuple[int, int, Sequence[int]]]
+"""(sequence, first position, token ids) each."""
+
+
+class SequenceTables:
+    """Sequences that have a fixed table of shuffled blocks."""
+
+    def __init__(self, num_sequences: int, max_len: int, block_size: int):
+        blocks = -(-max_len // block_size)
+        self.block_size = block_size
+        self.num_blocks = num_sequences * blocks
+        order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(3))
+        self._tables = order.view(num_sequences, blocks)
+
+    def batch(self, pieces: Pieces) -> TinyBatch:
+        """All tokens of the pieces; every row is sampled."""
+        size = self.block_size
+        lens = [len(ids) for _, _, ids in pieces]
+        positions = [torch.arange(start, start + len(ids)) for _, start, ids in pieces]
+        slots = [
+            self._tables[sequence, p // size] * size + p % size
+            for (sequence, _, _), p in zip(pieces, positions, strict=True)
+        ]
+        return TinyBatch(
+            token_ids=torch.tensor([i for _, _, ids in pieces for i in ids]),
+            positions=torch.cat(positions),
+            slot_ids=torch.cat(slots),
+            query_start=torch.tensor([0, *accumulate(lens)], dtype=torch.int32),
+            query_lens=torch.tensor(lens, dtype=torch.int32),
+            seq_lens=torch.tensor([start + len(ids) for _, start, ids in pieces], dtype=torch.int32),
+            block_tables=self._tables[[sequence for sequence, _, _ in pieces]].int(),
+            sample_rows=torch.arange(sum(lens)),
+            num_tokens=sum(lens),
+        )
+
+
+def run_stage(model: Model, topology: Topology, comm: Any, cache: TinyCache, batch: TinyBatch) -> Tensor:
+    """One rank's part of a forward: hidden states, or logits on the last stage."""
+    hidden = None
+    if not topology.is_first_stage:
+        hidden = comm.recv_prev(batch.num_tokens, model.hidden_size, model.dtype)
+    out = model.forward(batch, cache, hidden)
+    if not topology.is_last_stage:
+        comm.send_next(out)
+    return out
+
+
+def generate(choose: Callable[[Pieces], list[int]], prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """`count` tokens after each prompt, all side by side; `choose` gives the token behind each row."""
+    pieces: Pieces = [(i, 0, prompt) for i, prompt in enumerate(prompts)]
+    answers: list[list[int]] = [[] for _ in prompts]
+    for _ in range(count):
+        behind = choose(pieces)
+        chosen = [behind[end - 1] for end in accumulate(len(ids) for _, _, ids in pieces)]
+        pieces = [(i, start + len(ids), [t]) for (i, start, ids), t in zip(pieces, chosen, strict=True)]
+        for answer, token_id in zip(answers, chosen, strict=True):
+            answer.append(token_id)
+    return answers
+
+
 class World:
-    """All ranks of a model, each in a thread of its own, with sequences that have a fixed table of shuffled blocks."""
+    """All ranks of a model, each in a thread of its own."""
 
     def __init__(
         self,
@@ -165,71 +225,34 @@ class World:
     ):
         self.spec = load_spec(path)
         self.ops = ops
-        self.block_size = block_size
         self.topologies = [Topology(rank, tp_size, num_stages) for rank in range(tp_size * num_stages)]
         self.shared = _Shared(tp_size, num_stages)
         self.comms = [ThreadComm(topology, self.shared) for topology in self.topologies]
         self.models: list[Model] = self._on_all_ranks(partial(self._load, ModelFiles(path, "tiny"), dtype))
-        blocks = -(-max_len // block_size)
+        self.tables = SequenceTables(num_sequences, max_len, block_size)
         self.caches = [
-            TinyCache(num_sequences * blocks, self.spec, topology, block_size, dtype) for topology in self.topologies
+            TinyCache(self.tables.num_blocks, self.spec, topology, block_size, dtype) for topology in self.topologies
         ]
-        order = torch.randperm(num_sequences * blocks, generator=torch.Generator().manual_seed(3))
-        self.tables = order.view(num_sequences, blocks)
 
-    def forward(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
-        """Logits [T, vocab] of every token of (sequence, first position, token ids) each."""
-        batch = self.batch(pieces)
+    def forward(self, pieces: Pieces) -> Tensor:
+        """Logits [T, vocab] of every token."""
+        batch = self.tables.batch(pieces)
         outputs = self._on_all_ranks(partial(self._stage, batch))
         last_stage = outputs[-len(self.topologies) // self.topologies[0].num_stages :]
-        logits = outputs[self.topologies[0].result_rank]
+        logits: Tensor = outputs[self.topologies[0].result_rank]
         assert all(torch.equal(logits, other) for other in last_stage)
         assert logits.dtype == torch.float32
         return logits
 
-    def batch(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> TinyBatch:
-        lens = [len(ids) for _, _, ids in pieces]
-        positions = [torch.arange(start, start + len(ids)) for _, start, ids in pieces]
-        slots = [
-            self.tables[sequence, p // self.block_size] * self.block_size + p % self.block_size
-            for (sequence, _, _), p in zip(pieces, positions, strict=True)
-        ]
-        return TinyBatch(
-            token_ids=torch.tensor([i for _, _, ids in pieces for i in ids]),
-            positions=torch.cat(positions),
-            slot_ids=torch.cat(slots),
-            query_start=torch.tensor([0, *accumulate(lens)], dtype=torch.int32),
-            query_lens=torch.tensor(lens, dtype=torch.int32),
-            seq_lens=torch.tensor([start + len(ids) for _, start, ids in pieces], dtype=torch.int32),
-            block_tables=self.tables[[sequence for sequence, _, _ in pieces]].int(),
-            sample_rows=torch.arange(sum(lens)),
-            num_tokens=sum(lens),
-        )
-
     def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """Greedy, all prompts side by side."""
-        pieces = [(i, 0, prompt) for i, prompt in enumerate(prompts)]
-        answers: list[list[int]] = [[] for _ in prompts]
-        for _ in range(count):
-            last_rows = [end - 1 for end in accumulate(len(ids) for _, _, ids in pieces)]
-            chosen = self.forward(pieces)[last_rows].argmax(dim=-1).tolist()
-            pieces = [(i, start + len(ids), [t]) for (i, start, ids), t in zip(pieces, chosen, strict=True)]
-            for answer, token_id in zip(answers, chosen, strict=True):
-                answer.append(token_id)
-        return answers
+        return generate(lambda pieces: self.forward(pieces).argmax(dim=-1).tolist(), prompts, count)
 
     def _load(self, files: ModelFiles, dtype: torch.dtype, rank: int) -> Model:
         return load_model(files, self.spec, self.topologies[rank], self.comms[rank], dtype, ops=self.ops)
 
     def _stage(self, batch: TinyBatch, rank: int) -> Tensor:
-        topology, comm, model = self.topologies[rank], self.comms[rank], self.models[rank]
-        hidden = None
-        if not topology.is_first_stage:
-            hidden = comm.recv_prev(batch.num_tokens, model.hidden_size, model.dtype)
-        out = model.forward(batch, self.caches[rank], hidden)
-        if not topology.is_last_stage:
-            comm.send_next(out)
-        return out
+        return run_stage(self.models[rank], self.topologies[rank], self.comms[rank], self.caches[rank], batch)
 
     def _on_all_ranks(self, work: Any) -> list[Any]:
         """work(rank) of every rank, at once; the first exception is raised here."""

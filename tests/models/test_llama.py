@@ -130,7 +130,7 @@ def test_half_precision_is_near(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_only_the_rows_that_are_asked_for_are_returned(tmp_path: Path) -> None:
     write_llama(tmp_path)
     world = World(tmp_path)
-    batch = world.batch([(0, 0, tokens(9)), (1, 0, tokens(4))])
+    batch = world.tables.batch([(0, 0, tokens(9)), (1, 0, tokens(4))])
     full = world.models[0].forward(batch, world.caches[0])
     for rows in ([8, 12], [3], []):
         batch = type(batch)(**{**vars(batch), "sample_rows": torch.tensor(rows, dtype=torch.int64)})

@@ -84,9 +84,13 @@ def test_broken_index(tmp_path: Path, content: str) -> None:
         SafetensorsSource(tmp_path)
 
 
-def test_only_bin_files(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"neither model\.safetensors nor .* save it again as safetensors"):
+@pytest.mark.parametrize("name", ["weights.pth", "adapter_model.bin", "tf_model.h5"])
+def test_other_weight_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ModelError, match=rf"neither model\.safetensors nor .*: {name} is not read; save the model as"):
+        SafetensorsSource(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor .*: copy the model again"):
         SafetensorsSource(tmp_path)
 
 

@@ -48,6 +48,8 @@ class Case:
     shape: tuple[int, int, int, int]
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
+    window: int = 0
+    softcap: float = 0.0
 
     def check(self) -> None:
         """Store K and V, attend, and compare with the definition."""
@@ -67,7 +69,7 @@ class Case:
         plan = chosen.plan_attention(batch, layer)
         turned = chosen.rope_store(q, new[:, 0], new[:, 1], layer, plan, _no_rotation(head_dim, self.device))
         assert torch.equal(turned, q)
-        found = chosen.paged_attention(q, layer, plan, scale=0.3)
+        found = chosen.paged_attention(q, layer, plan, 0.3, self.window, self.softcap)
         assert found.is_contiguous()
         tolerance = 1e-5 if self.dtype == torch.float32 else 3e-2
         torch.testing.assert_close(found.double(), self._expected(q, histories), rtol=tolerance, atol=tolerance)
@@ -109,8 +111,11 @@ class Case:
         for history, (past, now) in zip(histories, self.slices, strict=True):
             k, v = history.double().repeat_interleave(heads // kv_heads, dim=2).unbind(1)
             for position in range(past, past + now):
-                scores = torch.einsum("hd,shd->hs", next(rows), k[: position + 1]) * 0.3
-                out.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[: position + 1]))
+                seen = slice(max(0, position + 1 - self.window) if self.window else 0, position + 1)
+                scores = torch.einsum("hd,shd->hs", next(rows), k[seen]) * 0.3
+                if self.softcap:
+                    scores = self.softcap * torch.tanh(scores / self.softcap)
+                out.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[seen]))
         return torch.stack(out)
 
     def _check_stored(self, before: Tensor, cache: Tensor, batch: Slices, new: Tensor) -> None:
@@ -144,15 +149,39 @@ def test_attention_is_what_it_says(case: str, dtype: torch.dtype, device: torch.
     Case(*CASES[case], dtype=dtype, device=device).check()
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (7, 0.0), (16, 0.7), (0, 0.7)])
+def test_windows_and_caps(case: str, window: int, softcap: float, device: torch.device) -> None:
+    Case(*CASES[case], device=device, window=window, softcap=softcap).check()
+
+
+def test_what_lies_before_a_window_is_not_gathered() -> None:
+    batch = Case([(399, 1), (350, 20)], (4, 2, 8, 16))._batch()
+    layer = torch.zeros(int(batch.block_tables.max()) + 1, NUM_LAYERS, 2, 2, 16, 8)[:, LAYER]
+    plan = reference_attention.plan_attention(batch, layer)
+    (decodes,), (chunk,) = reference_attention.plan_slices(plan, layer, 33)
+    assert decodes.mask.shape[-1] == 48  # positions 367..399 lie in 3 blocks
+    assert chunk.mask.shape[-1] == 370 - 318 // 16 * 16
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     slices=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=9),
     groups=st.sampled_from([(1, 1), (2, 1), (6, 3), (4, 4), (9, 3)]),
     head_dim=st.sampled_from([2, 6, 16]),
     block_size=st.integers(1, 17),
+    window=st.integers(0, 45),
+    softcap=st.sampled_from([0.0, 0.5]),
 )
-def test_any_mix(slices: list[tuple[int, int]], groups: tuple[int, int], head_dim: int, block_size: int) -> None:
-    Case(slices, (*groups, head_dim, block_size)).check()
+def test_any_mix(
+    slices: list[tuple[int, int]],
+    groups: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    window: int,
+    softcap: float,
+) -> None:
+    Case(slices, (*groups, head_dim, block_size), window=window, softcap=softcap).check()
 
 
 def test_queries_and_keys_are_rotated_by_their_positions(device: torch.device) -> None:
@@ -176,7 +205,7 @@ def test_decodes_are_split_so_that_a_gather_stays_small(monkeypatch: pytest.Monk
     case.check()
     batch = case._batch()
     layer = torch.zeros(int(batch.block_tables.max()) + 1, NUM_LAYERS, 2, 2, 16, 8)[:, LAYER]
-    groups = reference_attention.plan_attention(batch, layer).decodes
+    groups, _ = reference_attention.plan_slices(reference_attention.plan_attention(batch, layer), layer, 0)
     assert len(groups) > 4
     assert all(group.pages.numel() * 16 * 8 * 4 <= 2**15 * 1.2 for group in groups)  # whole blocks round up
     assert sorted(row for group in groups for row in group.query_rows.tolist()) == list(range(40))
