@@ -18,6 +18,7 @@ from typing import Any
 
 from fastserve_hpc.batch.lines import Inputs
 from fastserve_hpc.batch.manifest import Manifest
+from fastserve_hpc.batch.ordering import by_prefix
 from fastserve_hpc.batch.output import Mode, Output, Place, sort_files
 from fastserve_hpc.batch.progress import PlainProgress
 from fastserve_hpc.batch.reader import BatchReader
@@ -57,9 +58,10 @@ def run(source: Path, output: Path, in_flight: int, sorts: bool) -> None:
         model="instant",
         vocab_size=1,
     )
-    with PlainProgress(found.num_lines) as progress, Output.open(place, now, found, mode=Mode()) as opened:
+    with PlainProgress() as progress, Output.open(place, now, found, mode=Mode()) as opened:
+        progress.begin(found.num_lines)
         runner = BatchRunner(BatchServer(InstantClient(), "instant"), opened, progress, in_flight)
-        asyncio.run(runner.run(BatchReader(inputs, shard, found, opened.done.lines)))
+        asyncio.run(runner.run(by_prefix(BatchReader(inputs, shard, found, opened.done.lines))))
         opened.sync()
         if sorts:
             sort_files(place)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastserve_hpc import client
 from fastserve_hpc.batch import manifest as manifests
+from fastserve_hpc.batch.deadline import TICK_S, Pacer
 from fastserve_hpc.batch.lines import Inputs
 from fastserve_hpc.batch.manifest import Manifest
+from fastserve_hpc.batch.ordering import by_prefix
 from fastserve_hpc.batch.output import Mode, Output, Place, sort_files
 from fastserve_hpc.batch.progress import LineProgress, make_progress
-from fastserve_hpc.batch.reader import BatchItem, BatchReader, LineError
+from fastserve_hpc.batch.reader import BatchItem, BatchReader, LineError, Task
 from fastserve_hpc.batch.runner import BatchRunner
 from fastserve_hpc.batch.server import BatchServer
 from fastserve_hpc.batch.stopping import StopSignals
@@ -21,6 +23,7 @@ from fastserve_hpc.batch.summary import Counts
 from fastserve_hpc.batch.survey import Shard, Survey, check_unchanged, survey
 from fastserve_hpc.client import AsyncClient
 from fastserve_hpc.core.engine import EngineStatus
+from fastserve_hpc.core.request import DEFAULT_SLOWDOWN
 from fastserve_hpc.errors import EndpointError, StoppedError
 from fastserve_hpc.slurm.environ import job_end_time
 
@@ -29,6 +32,7 @@ from fastserve_hpc.slurm.environ import job_end_time
 class BatchFiles:
     """What to read, where to write, and how."""
 
+    task: Task = "batch"
     inputs: tuple[Path, ...]
     place: Place
     shard: Shard = Shard()
@@ -37,6 +41,10 @@ class BatchFiles:
     """Whether the finished output is put into the order of the input."""
     in_flight: int = 256
     wants_ttft: bool = False
+    slowdown: float = DEFAULT_SLOWDOWN
+    """Of interactive requests, because of this run."""
+    deadline: float | None = None
+    """When it is to be done, in seconds since 1970."""
     reconnect_s: float = 0.0
     engine: Mapping[str, str] = field(default_factory=dict)
     """Settings of the server that change answers, where they are known."""
@@ -76,22 +84,26 @@ class _AttachedRun:
 
     def run(self, endpoint: str | None, job: str | None) -> Ending:
         files, state = self._files, self._inputs.state()
-        found = survey_for(files, self._inputs)
-        now = manifest_of(files, found, self._status)
-        progress = make_progress(found.num_lines, job_end_time(), files.json_progress)
-        with progress, Output.open(files.place, now, found, mode=files.mode, say=progress.say) as output:
-            items = BatchReader(self._inputs, files.shard, found, output.done.lines)
-            try:
-                counts, stopped = asyncio.run(self._answer(items, output, progress, AsyncClient(endpoint, job=job)))
-            except asyncio.CancelledError:
-                raise StoppedError("told to stop; run the same command again to go on") from None
-            finally:
-                self._signals.ignore()  # results are about to be written and synced
-            check_unchanged(self._inputs, state)
-            output.sync()
-            if files.sorts and stopped is None:
-                self._signals.interrupt()
-                sort_files(files.place)
+        progress = make_progress(job_end_time(), files.json_progress)
+        with progress:
+            if self._status.state == "starting":
+                progress.say("the server is starting")
+            found = survey_for(files, self._inputs, progress.reading)
+            now = manifest_of(files, found, self._status)
+            progress.begin(found.num_lines)
+            with Output.open(files.place, now, found, mode=files.mode, say=progress.say) as output:
+                items = BatchReader(self._inputs, files.shard, found, output.done.lines, files.task)
+                try:
+                    counts, stopped = asyncio.run(self._answer(items, output, progress, AsyncClient(endpoint, job=job)))
+                except asyncio.CancelledError:
+                    raise StoppedError("told to stop; run the same command again to go on") from None
+                finally:
+                    self._signals.ignore()  # results are about to be written and synced
+                check_unchanged(self._inputs, state)
+                output.sync()
+                if files.sorts and stopped is None:
+                    self._signals.interrupt()
+                    sort_files(files.place)
         return Ending(counts, found.num_lines, stopped)
 
     async def _answer(
@@ -107,11 +119,31 @@ class _AttachedRun:
                 connected,
                 self._status.model,
                 wants_ttft=files.wants_ttft,
+                slowdown=files.slowdown,
                 reconnect_s=files.reconnect_s,
                 say=progress.say,
             )
             runner = BatchRunner(server, output, progress, files.in_flight)
-            return runner.counts, await _why_stopped(runner, items)
+            watching = asyncio.create_task(self._watch(runner.counts, server, progress))
+            try:
+                stopped = await _why_stopped(runner, by_prefix(items))
+            finally:
+                watching.cancel()
+            if stopped is None:
+                runner.counts.server = await server.used_since(self._status)
+            return runner.counts, stopped
+
+    async def _watch(self, counts: Counts, server: BatchServer, progress: LineProgress) -> None:
+        """Show progress though no line ends, and hurry where there is a deadline."""
+        pacer = None
+        if self._files.deadline is not None:
+            pacer = Pacer(self._files.deadline, progress.total, self._files.slowdown, progress.say)
+        while True:
+            await asyncio.sleep(TICK_S)
+            progress.update(counts)
+            if pacer is not None:
+                pacer.tick(counts)
+                await server.steer(pacer.slowdown)
 
 
 async def _why_stopped(runner: BatchRunner, items: Iterable[BatchItem | LineError]) -> str | None:
@@ -126,17 +158,18 @@ async def _why_stopped(runner: BatchRunner, items: Iterable[BatchItem | LineErro
     return None
 
 
-def survey_for(files: BatchFiles, inputs: Inputs) -> Survey:
+def survey_for(files: BatchFiles, inputs: Inputs, on_lines: Callable[[int], None] = lambda _: None) -> Survey:
     """The first reading; it marks where the input of an earlier run ended."""
     then = None
     if not files.mode.overwrite and not files.place.is_stdout:
         then = manifests.load(files.place.manifest, files.place.output)
-    return survey(inputs, files.shard, None if then is None else then.input_bytes)
+    return survey(inputs, files.shard, None if then is None else then.input_bytes, on_lines)
 
 
 def manifest_of(files: BatchFiles, found: Survey, status: EngineStatus) -> Manifest:
     """What the results of this run are results of."""
     return Manifest(
+        task=files.task,
         input_sha256=found.sha256,
         input_bytes=found.num_bytes,
         input_lines=found.last_index,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from fastserve_hpc.batch.reader import Task
 from fastserve_hpc.batch.survey import Survey
 from fastserve_hpc.errors import ConfigError
 
@@ -23,6 +24,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Equal manifests, equal answers (for greedy requests, or with seeds)."""
 
     version: int = VERSION
+    task: Task = "batch"
     input_sha256: str
     """Of all input files, decompressed, one after the other."""
     input_bytes: int
@@ -42,7 +44,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         has_grown = found.sha256_at_mark == self.input_sha256
         if self.input_sha256 != now.input_sha256 and not has_grown:
             yield f"the input was another ({_count(self.input_lines)}, {self.input_bytes} bytes; now {now.input_bytes})"
-        for name in ("version", "shard", "errors", "model", "vocab_size"):
+        for name in ("version", "task", "shard", "errors", "model", "vocab_size"):
             then, wanted = getattr(self, name), getattr(now, name)
             if then != wanted:
                 yield f"{name.replace('_', ' ')} was {then}, now {wanted}"

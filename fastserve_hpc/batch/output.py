@@ -20,7 +20,7 @@ from fastserve_hpc.batch.manifest import Manifest
 from fastserve_hpc.batch.reader import BatchItem, LineError
 from fastserve_hpc.batch.results import ID_PREFIX, Done, recover, sort_by_line
 from fastserve_hpc.batch.survey import Survey
-from fastserve_hpc.client.results import Generation
+from fastserve_hpc.client.results import Generation, Score
 from fastserve_hpc.errors import ConfigError, FastServeError
 from fastserve_hpc.openai.responses import response_body
 
@@ -136,6 +136,9 @@ class Output:
 
     def write_result(self, item: BatchItem, generation: Generation, model: str, created: int) -> None:
         """The line of a request that was answered."""
+        if item.ask.kind == "score":
+            self._results.append(_encode(_score_record(item, Score.of(generation))) + b"\n")
+            return
         request_id = f"{'chatcmpl' if item.ask.kind == 'chat' else 'cmpl'}-{item.index}"
         body = response_body(item.ask, generation, model, request_id, created)
         record: dict[str, Any] = {
@@ -164,6 +167,22 @@ class Output:
         """Write everything and end the journals; the lock stays."""
         for sink in {id(sink): sink for sink in (self._results, self._errors)}.values():
             sink.close()
+
+
+def _score_record(item: BatchItem, score: Score) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "id": f"{ID_PREFIX}{item.index}",
+        "custom_id": item.custom_id,
+        "loglikelihood": score.loglikelihood,
+        "is_greedy": score.is_greedy,
+        "tokens": score.num_tokens,
+    }
+    if score.num_cut:
+        record["context_tokens_cut"] = score.num_cut
+    record["error"] = None
+    if item.extra:
+        record["extra"] = item.extra
+    return record
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PLAIN_PERIOD_S = 5.0
 BAR_PERIOD_S = 0.1
+READING_S = 2.0
+"""An input that is read in less is not worth a word."""
 
 
 class LineProgress:
@@ -25,14 +27,15 @@ class LineProgress:
 
     _period_s = PLAIN_PERIOD_S
 
-    def __init__(self, total: int, job_end: float | None = None) -> None:
+    def __init__(self, job_end: float | None = None) -> None:
         """`job_end`: when the job will be ended, in seconds since 1970."""
-        self._total = total
+        self.total = 0
+        """Lines, once they are counted."""
         self._job_end = job_end
         self._next = 0.0
 
     def __enter__(self) -> LineProgress:
-        self._next = time.monotonic() + self._period_s
+        self._next = time.monotonic() + READING_S
         return self
 
     def __exit__(
@@ -40,9 +43,20 @@ class LineProgress:
     ) -> None:
         """Nothing to close."""
 
+    def reading(self, num_lines: int) -> None:
+        """So many lines of the input are counted."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._period_s
+            self.say(f"reading the input, {num_lines} lines so far")
+
+    def begin(self, total: int) -> None:
+        """The input has so many lines; from now on they are answered."""
+        self.total = total
+        self._next = time.monotonic() + self._period_s
+
     def update(self, counts: Counts) -> None:
         now = time.monotonic()
-        if now >= self._next or counts.finished == self._total:
+        if now >= self._next or counts.finished == self.total:
             self._next = now + self._period_s
             self._show(counts)
 
@@ -52,7 +66,7 @@ class LineProgress:
 
     def _forecast(self, counts: Counts) -> Forecast:
         job_left_s = None if self._job_end is None else self._job_end - time.time()
-        return forecast(counts, self._total, counts.wall_s, job_left_s)
+        return forecast(counts, self.total, counts.wall_s, job_left_s)
 
     def _show(self, counts: Counts) -> None:
         raise NotImplementedError
@@ -61,13 +75,12 @@ class LineProgress:
 class PlainProgress(LineProgress):
     """For people who read a log."""
 
-    def __enter__(self) -> PlainProgress:
-        click.echo(f"batch: {self._total} line{'' if self._total == 1 else 's'}", err=True)
-        super().__enter__()
-        return self
+    def begin(self, total: int) -> None:
+        super().begin(total)
+        click.echo(f"batch: {total} line{'' if total == 1 else 's'}", err=True)
 
     def _show(self, counts: Counts) -> None:
-        click.echo(f"batch: {state_line(counts, self._total)}{self._forecast(counts).text()}", err=True)
+        click.echo(f"batch: {state_line(counts, self.total)}{self._forecast(counts).text()}", err=True)
 
 
 class JsonProgress(LineProgress):
@@ -80,10 +93,11 @@ class JsonProgress(LineProgress):
         ahead = self._forecast(counts)
         state = {
             "event": "progress",
-            "lines": self._total,
+            "lines": self.total,
             "finished": counts.finished,
             "failed": counts.all_failed,
             "skipped": counts.skipped,
+            "in_flight": counts.in_flight,
             "wall_s": round(counts.wall_s, 3),
             "output_tokens": counts.output_tokens,
             "output_tokens_per_s": round(counts.output_tokens_per_s, 1),
@@ -99,19 +113,26 @@ class BarProgress(LineProgress):
 
     _period_s = BAR_PERIOD_S
 
-    def __init__(self, total: int, job_end: float | None = None) -> None:
+    def __init__(self, job_end: float | None = None) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        super().__init__(total, job_end)
+        super().__init__(job_end)
         columns = (BarColumn(), TextColumn("{task.description}", markup=False))
         self._bar: Progress = Progress(*columns, console=Console(stderr=True))
-        self._task: TaskID = self._bar.add_task(f"0 of {total} lines", total=total)
+        self._task: TaskID = self._bar.add_task("reading the input", total=None)
 
     def __enter__(self) -> BarProgress:
         super().__enter__()
         self._bar.start()
         return self
+
+    def reading(self, num_lines: int) -> None:
+        self._bar.update(self._task, description=f"reading the input, {num_lines} lines so far")
+
+    def begin(self, total: int) -> None:
+        super().begin(total)
+        self._bar.update(self._task, total=total, description=f"0 of {total} lines")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -122,18 +143,19 @@ class BarProgress(LineProgress):
         self._bar.console.print(f"batch: {text}", markup=False, highlight=False)
 
     def _show(self, counts: Counts) -> None:
-        text = state_line(counts, self._total) + self._forecast(counts).text()
+        text = state_line(counts, self.total) + self._forecast(counts).text()
         self._bar.update(self._task, completed=counts.finished, description=text)
 
 
-def make_progress(total: int, job_end: float | None = None, as_json: bool = False) -> LineProgress:
+def make_progress(job_end: float | None = None, as_json: bool = False) -> LineProgress:
     """What suits the place that standard error goes to."""
     if as_json:
-        return JsonProgress(total, job_end)
-    return (BarProgress if sys.stderr.isatty() else PlainProgress)(total, job_end)
+        return JsonProgress(job_end)
+    return (BarProgress if sys.stderr.isatty() else PlainProgress)(job_end)
 
 
 def state_line(counts: Counts, total: int) -> str:
-    """As in "12 of 48 lines, 1 failed, 153 tokens/s"."""
+    """As in "12 of 48 lines, 1 failed, 8 in flight, 153 tokens/s"."""
     failed = f", {counts.all_failed} failed" if counts.all_failed else ""
-    return f"{counts.finished} of {total} lines{failed}, {counts.output_tokens_per_s:.0f} tokens/s"
+    in_flight = f", {counts.in_flight} in flight" if counts.in_flight else ""
+    return f"{counts.finished} of {total} lines{failed}{in_flight}, {counts.tokens_per_s:.0f} tokens/s"

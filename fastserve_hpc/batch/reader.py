@@ -2,14 +2,14 @@
 
 Two kinds of line may be mixed: the OpenAI batch format (custom_id, method, url, body), and plain
 `{"prompt": ...}` or `{"messages": ...}` lines with sampling fields beside them; other fields of a
-plain line are carried through to its result.
+plain line are carried through to its result. Those of `score` are `{"context": ..., "continuation": ...}`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
@@ -17,11 +17,14 @@ from fastserve_hpc.batch.lines import MAX_LINE_BYTES, Inputs, Line, raw_lines
 from fastserve_hpc.batch.linesets import LineSet
 from fastserve_hpc.batch.survey import Shard, Survey, custom_id_of, default_id
 from fastserve_hpc.errors import RequestError
-from fastserve_hpc.openai.bodies import Ask, Kind, field_names, parse_body
+from fastserve_hpc.openai.bodies import Ask, Kind, field_names, parse_body, parse_score
 
+Task = Literal["batch", "score"]
+"""What a line asks for: an answer, or the score of one that it brings."""
 URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
-_KNOWN = {kind: field_names(kind) for kind in URLS.values()}
+_KINDS: tuple[Kind, ...] = ("chat", "completion", "score")
+_KNOWN = {kind: field_names(kind) | {"custom_id"} for kind in _KINDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,9 @@ class LineError:
 class BatchReader:
     """Iterates over the lines of a shard that are not done; of equal custom_ids the first line of all counts."""
 
-    def __init__(self, inputs: Inputs, shard: Shard, found: Survey, done: LineSet) -> None:
+    def __init__(self, inputs: Inputs, shard: Shard, found: Survey, done: LineSet, task: Task = "batch") -> None:
         self._inputs = inputs
+        self._task = task
         self._shard = shard
         self._repeated = found.repeated
         self._done = done
@@ -81,7 +85,7 @@ class BatchReader:
                 continue
             first = self._first_place(line) if self._repeated else None
             if line.line_index in self._shard and line.line_index not in self._done:
-                yield parse_line(line) if first is None else _duplicate(line, first)
+                yield parse_line(line, self._task) if first is None else _duplicate(line, first)
 
     def _first_place(self, line: Line) -> str | None:
         """Where this line's custom_id has been used before, if it has."""
@@ -99,7 +103,7 @@ def read_batch(stream: BinaryIO) -> Iterator[BatchItem | LineError]:
             yield parse_line(Line(number, number, None, raw))
 
 
-def parse_line(line: Line) -> BatchItem | LineError:
+def parse_line(line: Line, task: Task = "batch") -> BatchItem | LineError:
     """One line's request, or what is wrong with it."""
     raw = line.raw
     if len(raw) > MAX_LINE_BYTES and len(raw.rstrip(b"\r\n")) > MAX_LINE_BYTES:
@@ -113,7 +117,7 @@ def parse_line(line: Line) -> BatchItem | LineError:
     if not isinstance(fields, dict):
         return _error(line, None, "invalid_json", "not a JSON object")
     try:
-        return _item(line, fields)
+        return _ITEM[task](line, fields)
     except RequestError as error:
         custom_id = fields.get("custom_id")
         return _error(line, custom_id if isinstance(custom_id, str) else None, error.code, str(error))
@@ -151,12 +155,34 @@ def _openai_item(line: Line, fields: dict[str, Any]) -> BatchItem:
 
 def _plain_item(line: Line, fields: dict[str, Any]) -> BatchItem:
     if ("prompt" in fields) == ("messages" in fields):
-        raise RequestError("a line holds either custom_id, method, url and body, or just one of prompt and messages")
+        cure = "; for a context and a continuation use fastserve-hpc score" if "continuation" in fields else ""
+        raise RequestError(
+            f"a line holds either custom_id, method, url and body, or just one of prompt and messages{cure}"
+        )
     kind: Kind = "chat" if "messages" in fields else "completion"
-    custom_id = fields.pop("custom_id", None)
+    custom_id = _custom_id(line, fields)
+    return BatchItem(line.line_index, custom_id, parse_body(kind, fields), _extra(kind, fields), line.file, line.number)
+
+
+def _score_item(line: Line, fields: dict[str, Any]) -> BatchItem:
+    for name in ("context", "continuation"):
+        if name not in fields:
+            raise RequestError(f"{name} is missing: a line of score holds context and continuation")
+    custom_id = _custom_id(line, fields)
+    return BatchItem(line.line_index, custom_id, parse_score(fields), _extra("score", fields), line.file, line.number)
+
+
+def _custom_id(line: Line, fields: dict[str, Any]) -> str:
+    custom_id = fields.get("custom_id")
     if custom_id is None:
         custom_id = default_id(line.line_index)
     if not isinstance(custom_id, str) or not custom_id:
         raise RequestError(f"custom_id is {custom_id!r}: it must be a text that is not empty", code="missing_custom_id")
-    extra = {name: value for name, value in fields.items() if name not in _KNOWN[kind]}
-    return BatchItem(line.line_index, custom_id, parse_body(kind, fields), extra, line.file, line.number)
+    return custom_id
+
+
+def _extra(kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in _KNOWN[kind]}
+
+
+_ITEM: dict[Task, Callable[[Line, dict[str, Any]], BatchItem]] = {"batch": _item, "score": _score_item}

@@ -56,6 +56,7 @@ class BatchRunner:
                 await self._run_item(item)
 
     async def _run_item(self, item: BatchItem) -> None:
+        self.counts.in_flight += 1
         try:
             answer = await self._server.answer(item)
         except RequestError as error:
@@ -64,8 +65,10 @@ class BatchRunner:
                 return
             self._failed(item.error(error.code, str(error)))
             return
+        finally:
+            self.counts.in_flight -= 1
         self._output.write_result(item, answer.generation, self._server.model, created=int(time.time()))
-        self.counts.answered(answer.generation.usage, answer.ttft_s, answer.latency_s)
+        self.counts.answered(answer.generation.usage, item.ask.wants_output, answer.ttft_s, answer.latency_s)
         self._progress.update(self.counts)
 
     def _failed(self, error: LineError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Any
 
 from fastserve_hpc.batch.reader import BatchItem
 from fastserve_hpc.client.results import Collector, Generation
+from fastserve_hpc.core.engine import EngineStatus
 from fastserve_hpc.core.request import SamplingParams
 from fastserve_hpc.errors import BusyError, ConfigError, EndpointError, RequestError
+from fastserve_hpc.openai.bodies import Ask
 
 BUSY_WAIT_S = (0.05, 2.0)
 """First and longest pause before a request that a busy server refused is sent again."""
@@ -21,6 +24,8 @@ LOST_WAIT_S = (0.1, 5.0)
 MAX_LOSSES = 5
 """So often may the server be lost without a single answer in between."""
 
+_DETAILS = {"prefix_tokens": "prefix_tokens", "energy_j": "energy_j"}
+"""Counters of a status that are worth a word at the end, by the name that they have there."""
 _DEFAULTS = tuple((field.name, getattr(SamplingParams(), field.name)) for field in dataclasses.fields(SamplingParams))
 
 
@@ -43,11 +48,15 @@ class BatchServer:
         model: str,
         *,
         wants_ttft: bool = False,
+        slowdown: float | None = None,
         reconnect_s: float = 0.0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`reconnect_s`: how long a server that is lost or ending may take to be there again."""
+        """`slowdown`: what each request may cost interactive ones. `reconnect_s`: how long a server that is lost or
+        ending may take to be there again.
+        """
         self.model = model
+        self._slowdown = slowdown
         self._client = client
         self._generate = self._stream if wants_ttft else self._whole
         self._reconnect_s = reconnect_s
@@ -85,22 +94,45 @@ class BatchServer:
         _check_finished(generation)
         return generation, ttft_s
 
-    def _fields(self, sampling: SamplingParams) -> dict[str, Any]:
-        """Lines often share one object."""
-        if sampling is not self._last_sampling:
-            self._last_sampling, self._last_fields = sampling, sampling_fields(sampling)
-        return self._last_fields
+    async def used_since(self, then: EngineStatus) -> dict[str, float]:
+        """What the server has counted since, for all its clients; nothing where it does not answer or was another."""
+        try:
+            now = await self._client.status()
+        except EndpointError:
+            return {}
+        if now.uptime_s < then.uptime_s:
+            return {}
+        counted = {"preemptions": float(now.preemptions - then.preemptions)}
+        for name, detail in _DETAILS.items():
+            if detail in now.details:
+                counted[name] = now.details[detail] - then.details.get(detail, 0.0)
+        return counted
+
+    async def steer(self, slowdown: float) -> None:
+        """What is with the server, and what follows, may cost interactive requests so much from now on."""
+        if slowdown != self._slowdown:
+            self._slowdown = slowdown
+            with contextlib.suppress(EndpointError):  # who waits for an answer will notice
+                await self._client.steer(slowdown)
+
+    def _fields(self, ask: Ask) -> dict[str, Any]:
+        """All that the client is told beside the prompt. Lines often share their sampling parameters."""
+        if ask.sampling is not self._last_sampling:
+            self._last_sampling, self._last_fields = ask.sampling, sampling_fields(ask.sampling)
+        fields = {"model": ask.model, "service_class": "batch", **self._last_fields}
+        if ask.continuation is not None:
+            fields["continuation"] = ask.continuation
+        if self._slowdown is not None:
+            fields["slowdown"] = self._slowdown
+        return fields
 
     async def _whole(self, item: BatchItem) -> tuple[Generation, float | None]:
-        ask = item.ask
-        fields = self._fields(ask.sampling)
-        return await self._client.generate(ask.prompt, model=ask.model, service_class="batch", **fields), None
+        return await self._client.generate(item.ask.prompt, **self._fields(item.ask)), None
 
     async def _stream(self, item: BatchItem) -> tuple[Generation, float | None]:
         ask = item.ask
         start, ttft_s, collector = time.monotonic(), None, Collector(ask.sampling.n)
-        fields = self._fields(ask.sampling)
-        async for event in self._client.stream(ask.prompt, model=ask.model, service_class="batch", **fields):
+        async for event in self._client.stream(ask.prompt, **self._fields(ask)):
             collector.add(event)
             if ttft_s is None and event.token_ids:
                 ttft_s = time.monotonic() - start

@@ -46,6 +46,10 @@ class Counts:
     """Of `skipped`, those with an error record."""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    in_flight: int = 0
+    """Requests that are with the server."""
+    server: dict[str, float] = field(default_factory=dict)
+    """What the server has counted during the run, for all its clients: preemptions, prefix_tokens, energy_j."""
     ttft_s: Samples = field(default_factory=Samples)
     latency_s: Samples = field(default_factory=Samples)
 
@@ -66,11 +70,16 @@ class Counts:
     def output_tokens_per_s(self) -> float:
         return self.output_tokens / self.wall_s
 
-    def answered(self, usage: Usage, ttft_s: float | None, latency_s: float) -> None:
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the kind that the run is about: output tokens or, where lines are only scored, prompt tokens."""
+        return (self.output_tokens or self.prompt_tokens) / self.wall_s
+
+    def answered(self, usage: Usage, has_output: bool, ttft_s: float | None, latency_s: float) -> None:
         """Count a request that was answered."""
         self.succeeded += 1
         self.prompt_tokens += usage.prompt_tokens
-        self.output_tokens += usage.completion_tokens
+        self.output_tokens += usage.completion_tokens * has_output
         self.latency_s.add(latency_s)
         if ttft_s is not None:
             self.ttft_s.add(ttft_s)
@@ -86,6 +95,7 @@ class Counts:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "output_tokens_per_s": self.output_tokens_per_s,
+            **{name: self.server.get(name) for name in ("preemptions", "prefix_tokens", "energy_j")},
             "ttft_s": self.ttft_s.summary(),
             "latency_s": self.latency_s.summary(),
         }

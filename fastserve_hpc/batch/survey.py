@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ import msgspec
 from fastserve_hpc.batch.lines import Inputs
 from fastserve_hpc.batch.linesets import HashSet
 from fastserve_hpc.errors import ConfigError
+
+_TELL_EVERY = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +94,19 @@ class _Digest:
         return self._sha256.hexdigest()
 
 
-def survey(inputs: Inputs, shard: Shard, mark: int | None = None) -> Survey:
-    """Read all lines once. Raises `ConfigError` where a file cannot be read, or changes while it is."""
+def survey(
+    inputs: Inputs, shard: Shard, mark: int | None = None, on_lines: Callable[[int], None] = lambda _: None
+) -> Survey:
+    """Read all lines once; `on_lines` hears now and then how many.
+
+    Raises `ConfigError` where a file cannot be read, or changes while it is."""
     digest, hashes, repeated = _Digest(mark), HashSet(), set[int]()
     num_lines = last_index = 0
     state = inputs.state()
     for index, _, _, raw in inputs.lines(digest):
         last_index = index
+        if not index % _TELL_EVERY:
+            on_lines(index)
         if raw.isspace() or not raw:
             continue
         num_lines += index in shard

@@ -18,7 +18,7 @@ def run_server(engine: EngineConfig, server: ServerConfig) -> ExitCode:
 
 
 def run_batch(engine: EngineConfig, server: ServerConfig, batch_args: list[str]) -> ExitCode:
-    """Serve one batch file and end with it: `batch_args` are the arguments of `fastserve-hpc batch` for a client."""
+    """Serve one batch file and end with it: `batch_args` are the command and the arguments of its client."""
     from fastserve_hpc.boot.rank import run_rank
 
     return run_rank(engine, server, batch_args)

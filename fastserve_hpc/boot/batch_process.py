@@ -15,7 +15,7 @@ from fastserve_hpc.server.queues import DrainMode
 
 
 class BatchProcess:
-    """`fastserve-hpc batch` attached to this server; the server drains when it ends."""
+    """`fastserve-hpc batch` or `score` attached to this server; the server drains when it ends."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments
@@ -23,7 +23,7 @@ class BatchProcess:
 
     def start(self, endpoint_file: Path, on_end: Callable[[DrainMode], None]) -> None:
         """Run the file; `on_end` is called in a thread of its own."""
-        command = [sys.executable, "-m", "fastserve_hpc", "batch", "--endpoint", str(endpoint_file), *self._arguments]
+        command = [sys.executable, "-m", "fastserve_hpc", *self._arguments, "--endpoint", str(endpoint_file)]
         process = self._process = subprocess.Popen(command, env=stripped(os.environ))
 
         def wait() -> None:

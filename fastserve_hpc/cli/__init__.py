@@ -18,7 +18,20 @@ import click
 from fastserve_hpc import __version__
 from fastserve_hpc.errors import ExitCode, FastServeError
 
-COMMANDS = ("serve", "batch", "submit", "chat", "status", "connect", "stop", "bench", "doctor", "sbatch", "simulate")
+COMMANDS = (
+    "serve",
+    "batch",
+    "score",
+    "submit",
+    "chat",
+    "status",
+    "connect",
+    "stop",
+    "bench",
+    "doctor",
+    "sbatch",
+    "simulate",
+)
 
 _EPILOG = """\b
 Start a server on two ranks, ask it, score a file on it, end it:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from fastserve_hpc.cli.options import NOT_NEGATIVE, config_options, endpoint_options, json_option, output_path
+from fastserve_hpc.cli.batch_files import BatchOptions, batch_options, run_files
 from fastserve_hpc.config import EngineConfig, ServerConfig
-from fastserve_hpc.errors import ConfigError, ExitCode, ModelError
-
-if TYPE_CHECKING:
-    from fastserve_hpc.batch.attached import BatchFiles, Ending
+from fastserve_hpc.errors import ExitCode
 
 _EPILOG = """\b
 On a running server, beside its live clients:
@@ -40,112 +33,10 @@ Four jobs share a file; then their results become one:
       --merge out-0.jsonl --merge ...
 """
 
-_PRIVATE = ("endpoint", "tcp")
-"""Server settings that a server of one batch file has no use for."""
-_ENGINE_SETTINGS = ("dtype", "seed", "max_model_len")
-"""Settings that change answers."""
-_RECONNECT_S = 60.0
-
-_input_path = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions:
-    """The options of the command itself."""
-
-    inputs: tuple[Path, ...]
-    output: Path
-    errors: Path | None
-    resume: bool
-    overwrite: bool
-    retry_failed: bool
-    order: str
-    shard: str
-    merge: tuple[Path, ...]
-    in_flight: int
-    ttft: bool
-    reconnect_s: float | None
-    engine_setting: tuple[tuple[str, str], ...]
-    progress_json: bool
-    as_json: bool
-
-    def __post_init__(self) -> None:
-        if self.resume and self.overwrite:
-            raise ConfigError("--resume and --overwrite: choose one")
-        if str(self.output) == "-" and (self.order == "input" or self.merge or self.retry_failed):
-            raise ConfigError("--output -: --order input, --merge and --retry-failed need a file")
-
-    def arguments(self) -> list[str]:
-        """The command line that says the same to a runner beside a server of its own."""
-        flags = {
-            "--overwrite": self.overwrite,
-            "--retry-failed": self.retry_failed,
-            "--ttft": self.ttft,
-            "--progress-json": self.progress_json,
-            "--json": self.as_json,
-        }
-        errors = [] if self.errors is None else ["--errors", str(self.errors)]
-        values = [word for path in self.inputs for word in ("--input", str(path))]
-        values += ["--output", str(self.output), *errors, "--order", self.order, "--shard", self.shard]
-        return [*values, "--in-flight", str(self.in_flight), *(flag for flag, given in flags.items() if given)]
-
-    def files(self) -> BatchFiles:
-        """Raises `ConfigError` where nothing could be read or written."""
-        from fastserve_hpc.batch.attached import BatchFiles
-        from fastserve_hpc.batch.output import Mode, Place
-        from fastserve_hpc.batch.survey import Shard
-
-        place = Place(self.output, self.errors)
-        place.check((*self.inputs, *self.merge))
-        return BatchFiles(
-            inputs=self.inputs,
-            place=place,
-            shard=Shard.parse(self.shard),
-            mode=Mode(self.overwrite, self.retry_failed),
-            sorts=self.order == "input",
-            in_flight=self.in_flight,
-            wants_ttft=self.ttft,
-            reconnect_s=_RECONNECT_S if self.reconnect_s is None else self.reconnect_s,
-            engine=dict(self.engine_setting),
-            json_progress=self.progress_json,
-        )
-
 
 @click.command(epilog=_EPILOG, short_help="Run files of requests.")
-@click.option(
-    "--input", "inputs", type=_input_path, multiple=True, required=True, metavar="FILE",
-    help="JSON lines: the requests; .gz and .zst are unpacked, - is standard input. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--output", type=output_path, required=True, metavar="FILE",
-    help="JSON lines: a result for each request; - is standard output.",
-)  # fmt: skip
-@click.option("--errors", type=output_path, metavar="FILE", help="Error records go here, not into --output.")
-@click.option("--resume", is_flag=True, help="Go on where an earlier run ended: what happens anyway.")
-@click.option("--overwrite", "--force", is_flag=True, help="Start anew; results that --output holds are lost.")
-@click.option("--retry-failed", is_flag=True, help="Run lines again that have an error record.")
-@click.option(
-    "--order", type=click.Choice(("finished", "input")), default="finished", show_default=True,
-    help="Order of the results, once all are there.",
-)  # fmt: skip
-@click.option("--shard", default="0/1", metavar="I/N", help="Run every N-th line alone, from line I+1 on.")
-@click.option(
-    "--merge", type=_input_path, multiple=True, metavar="FILE",
-    help="Run nothing, but gather the results of shards from their outputs. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--in-flight", type=click.IntRange(min=1), default=256, show_default=True, help="Requests sent at a time."
-)
 @click.option("--ttft", is_flag=True, help="Measure times to the first token, which costs some speed.")
-@click.option(
-    "--reconnect-s", type=NOT_NEGATIVE, metavar="S",
-    help=f"How long a running server that is lost may take to come back.  [default: {_RECONNECT_S:g}]",
-)  # fmt: skip
-@click.option("--engine-setting", type=(str, str), multiple=True, hidden=True)
-@click.option("--progress-json", is_flag=True, help="Show progress as JSON lines.")
-@json_option("Print the summary as JSON.")
-@endpoint_options(from_environment=False)
-@config_options(without=_PRIVATE, engine=EngineConfig, server=ServerConfig)
+@batch_options
 def command(
     engine: EngineConfig, server: ServerConfig, endpoint: str | None, job: str | None, **options: Any
 ) -> ExitCode:
@@ -155,74 +46,4 @@ def command(
     with the file. A line that is wrong gets an error record, everything else goes on (exit 3). The
     same command again runs only what is missing.
     """
-    batch = BatchOptions(**options)
-    files = batch.files()
-    if endpoint is None and job is None and not batch.merge:
-        from fastserve_hpc import boot
-
-        return boot.run_batch(engine, server, [*batch.arguments(), *_own_server(engine)])
-    _refuse_engine_options(click.get_current_context())
-    if batch.merge:
-        return _show(_merge(files, batch, endpoint or job), batch)
-    from fastserve_hpc.batch.attached import run_attached
-
-    return _show(run_attached(files, endpoint, job), batch)
-
-
-def _merge(files: BatchFiles, batch: BatchOptions, server: str | None) -> Ending:
-    from fastserve_hpc.batch.merge import merge
-
-    if server is not None or batch.shard != "0/1":
-        raise ConfigError("--merge asks no server and gathers all shards: leave --endpoint, --job and --shard out")
-    return merge(files, batch.merge)
-
-
-def _own_server(engine: EngineConfig) -> list[str]:
-    """What a runner is told of a server that lives and dies with it."""
-    from fastserve_hpc.batch.manifest import engine_settings
-    from fastserve_hpc.models.locate import locate
-
-    try:
-        model = None if engine.model == "fake" else locate(engine.model).path
-        settings = engine_settings(model, {name: getattr(engine, name) for name in _ENGINE_SETTINGS})
-    except (ModelError, OSError):
-        settings = {}  # the ranks will say it better
-    told = [word for setting in settings.items() for word in ("--engine-setting", *setting)]
-    return ["--reconnect-s", "0", *told]
-
-
-def _refuse_engine_options(ctx: click.Context) -> None:
-    """Options of an engine say nothing to a server that runs already."""
-    for param in ctx.command.params:
-        is_setting = param.envvar is not None
-        given = param.name is not None and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
-        if is_setting and given:
-            raise ConfigError(f"{param.opts[0]} has no effect on a running server: leave it or --endpoint/--job out")
-
-
-def _show(ending: Ending, batch: BatchOptions) -> ExitCode:
-    summary = ending.counts.summary()
-    text = json.dumps({**summary, "lines": ending.total, "output": str(batch.output)})
-    if not batch.as_json:
-        text = (_merge_line if batch.merge else _summary_line)(summary, batch.output)
-    click.echo(text, err=str(batch.output) == "-")
-    if ending.stopped is not None:
-        done = f"{ending.counts.finished} of {ending.total} lines are done; run the same command again to go on"
-        click.echo(f"error: {ending.stopped}; {done}", err=True)
-        return ExitCode.STOPPED_EARLY
-    return ExitCode.SOME_LINES_FAILED if ending.counts.all_failed else ExitCode.DONE
-
-
-def _merge_line(summary: dict[str, Any], output: Path) -> str:
-    skipped = f", {summary['skipped']} were there already" if summary["skipped"] else ""
-    return f"{summary['requests']} records merged, {summary['failed']} of them errors{skipped}; results in {output}"
-
-
-def _summary_line(summary: dict[str, Any], output: Path) -> str:
-    skipped = f", {summary['skipped']} were there already" if summary["skipped"] else ""
-    if summary["failed_before"]:
-        skipped += f" ({summary['failed_before']} of them failed)"
-    return (
-        f"{summary['requests']} requests in {summary['wall_s']:.1f} s, {summary['failed']} failed{skipped}: "
-        f"{summary['output_tokens']} tokens, {summary['output_tokens_per_s']:.0f} tokens/s; results in {output}"
-    )
+    return run_files(engine, server, endpoint, job, BatchOptions(task="batch", **options))

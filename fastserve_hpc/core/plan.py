@@ -114,6 +114,8 @@ class RankReport:
     free_bytes: int
     """Memory that this rank's device still has free."""
     result: IterationResult | None = None
+    energy_j: float = 0.0
+    """What this rank's device has used in all; 0 where that is not known."""
 
 
 class TokenDelta(NamedTuple):

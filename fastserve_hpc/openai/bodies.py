@@ -17,7 +17,7 @@ import msgspec
 from fastserve_hpc.core.request import SamplingParams
 from fastserve_hpc.errors import RequestError
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "score"]
 Prompt = str | list[int] | list[dict[str, str]]
 
 _REFUSED = (
@@ -111,6 +111,13 @@ class Ask:
     scores_only: bool = False
     """Whether nothing is to be generated (max_tokens 0). The engine then samples one token, which costs nothing
     beside the prompt, and the response leaves it out."""
+    continuation: str | list[int] | None = None
+    """Kind "score": what is scored after the prompt."""
+
+    @property
+    def wants_output(self) -> bool:
+        """Whether anything that is generated counts."""
+        return not (self.scores_only or self.kind == "score")
 
 
 def parse_body(kind: Kind, body: dict[str, Any]) -> Ask:
@@ -138,10 +145,24 @@ def _completion_ask(body: CompletionBody) -> Ask:
     return Ask("completion", _prompt(body.prompt), _sampling(body, **values), body.model, echo, scores_only)
 
 
+class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `score`. Both are text, or token ids."""
+
+    context: str | list[int]
+    continuation: str | list[int]
+    model: str | None = None
+
+
+def parse_score(body: dict[str, Any]) -> Ask:
+    """The meaning of a line of `score`. Raises `RequestError` naming the field that is wrong."""
+    found = _convert(body, ScoreBody)
+    return Ask("score", found.context, SamplingParams(), found.model, continuation=found.continuation)
+
+
 def field_names(kind: Kind) -> frozenset[str]:
     """All fields of a body that mean something to us."""
-    struct = ChatBody if kind == "chat" else CompletionBody
-    return frozenset(struct.__struct_fields__)
+    structs: dict[Kind, type[Any]] = {"chat": ChatBody, "completion": CompletionBody, "score": ScoreBody}
+    return frozenset(structs[kind].__struct_fields__)
 
 
 def _convert(body: dict[str, Any], struct: type[Any]) -> Any:

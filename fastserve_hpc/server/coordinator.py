@@ -161,7 +161,9 @@ class Coordinator:
     def _details(self) -> dict[str, float]:
         free_bytes = [report.free_bytes for report in self._reports.values()]
         own = {"plans_in_flight": self._scheduler.num_in_flight, "min_free_bytes": min(free_bytes, default=0)}
-        return {**own, **self._scheduler.details()}
+        energy_j = sum(report.energy_j for report in self._reports.values())
+        energy = {"energy_j": energy_j} if energy_j else {}
+        return {**own, **energy, **self._scheduler.details()}
 
     def _pause(self, has_worked: bool) -> list[EngineCommands]:
         """Sleep as long as fits the moment, and what commands have come."""

@@ -23,8 +23,17 @@ class MemoryReader(Protocol):
 class MemoryWatch:
     """Free memory of a rank's device, read at most once in `interval_s`, so that asking is cheap."""
 
-    def __init__(self, read: MemoryReader, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        read: MemoryReader,
+        interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        read_energy: Callable[[], float] = lambda: 0.0,
+    ):
+        self.energy_j = 0.0
+        """What the device had used in all when it was last looked at; 0 where that is not known."""
         self._read = read
+        self._read_energy = read_energy
         self._interval_s = interval_s
         self._clock = clock
         self._read_at = float("-inf")
@@ -34,6 +43,7 @@ class MemoryWatch:
         now = self._clock()
         if now - self._read_at >= self._interval_s:
             self._free_bytes = self._read()
+            self.energy_j = self._read_energy()
             self._read_at = now
         return self._free_bytes
 
@@ -47,7 +57,8 @@ def watch_cuda(device_index: int) -> MemoryWatch:
     """Watches one CUDA device. NVML is asked by UUID: its indices do not know CUDA_VISIBLE_DEVICES."""
     import torch
 
-    return MemoryWatch(NvmlMemory(str(torch.cuda.get_device_properties(device_index).uuid)))
+    nvml = NvmlMemory(str(torch.cuda.get_device_properties(device_index).uuid))
+    return MemoryWatch(nvml, read_energy=nvml.energy_j)
 
 
 class NvmlMemory:
@@ -71,6 +82,13 @@ class NvmlMemory:
 
     def __call__(self) -> int:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
+
+    def energy_j(self) -> float:
+        """Joules since the driver was loaded; 0 where the device does not count them."""
+        try:
+            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
+        except self._nvml.NVMLError:
+            return 0.0
 
     def _find(self, uuid: str) -> object:
         for prefix in ("GPU-", "MIG-"):

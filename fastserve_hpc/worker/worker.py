@@ -85,9 +85,8 @@ class Worker:
 
     def report(self) -> RankReport:
         """Where this rank stands, without a result: copies done and memory change while it idles, too."""
-        return RankReport(
-            self._topology.rank, self._last_plan_id, self._kv.copies_done(), free_bytes=self._memory.free_bytes()
-        )
+        free_bytes, rank = self._memory.free_bytes(), self._topology.rank
+        return RankReport(rank, self._last_plan_id, self._kv.copies_done(), free_bytes, energy_j=self._memory.energy_j)
 
     @torch.inference_mode()
     def _compute(self, plan: IterationPlan) -> IterationResult | None:

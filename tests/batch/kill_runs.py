@@ -36,10 +36,10 @@ STATUS = EngineStatus(
 
 
 class MadeUpClient:
-    """Both kinds of client. Answers depend on the prompt alone and take a moment; some prompts are refused."""
+    """Says who the server is."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self._delays = random.Random(os.getpid())
+        pass
 
     def __enter__(self) -> MadeUpClient:
         return self
@@ -50,7 +50,17 @@ class MadeUpClient:
     def status(self) -> EngineStatus:
         return STATUS
 
-    async def __aenter__(self) -> MadeUpClient:
+
+class MadeUpAsyncClient:
+    """Its answers depend on the prompt alone and take a moment; some prompts are refused."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._delays = random.Random(os.getpid())
+
+    async def status(self) -> EngineStatus:
+        return STATUS
+
+    async def __aenter__(self) -> MadeUpAsyncClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -158,7 +168,7 @@ def number_of(record: dict[str, Any]) -> int:
 
 def main(directory: Path, num_runs: int, seed: int) -> None:
     fastserve_hpc.client.Client = MadeUpClient  # type: ignore[misc, assignment]
-    attached.AsyncClient = MadeUpClient  # type: ignore[misc, assignment]
+    attached.AsyncClient = MadeUpAsyncClient  # type: ignore[misc, assignment]
     num_in_the_middle = 0
     for run in range(num_runs):
         rng = random.Random(1000 * seed + run)

@@ -35,8 +35,10 @@ def test_clock() -> None:
 def test_lines_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     counts = Counts(succeeded=20, failed=1, failed_before=2, skipped=9)
     for kind in (PlainProgress, JsonProgress):
-        with kind(100, time.time() + 1e6) as progress:
-            progress.update(counts)  # too early
+        with kind(time.time() + 1e6) as progress:
+            progress.reading(7)  # too early
+            progress.begin(100)
+            progress.update(counts)  # likewise
             progress._next = 0.0
             progress.update(counts)
             progress.say("hello")
@@ -51,12 +53,14 @@ def test_lines_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_what_suits_the_place(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert isinstance(make_progress(3), PlainProgress)
-    assert isinstance(make_progress(3, as_json=True), JsonProgress)
+    assert isinstance(make_progress(), PlainProgress)
+    assert isinstance(make_progress(as_json=True), JsonProgress)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    bar = make_progress(3)
+    bar = make_progress()
     assert isinstance(bar, BarProgress)
     with bar:
+        bar.reading(2)
+        bar.begin(3)
         bar.update(Counts(succeeded=3))
         bar.say("[done]")
     assert "[done]" in capsys.readouterr().err

@@ -165,7 +165,18 @@ def test_without_a_server_the_ranks_do_it(run: Run, monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 3, result.output
     ((engine, server, arguments),) = calls
     assert (engine, server) == (EngineConfig(model="fake", pp=2), ServerConfig(lease_s=9.0))
-    expected = [*files, "--errors", files[3] + ".errors", "--order", "finished", "--shard", "0/1", "--in-flight", "7"]
+    expected = [
+        "batch",
+        *files,
+        "--errors",
+        files[3] + ".errors",
+        "--order",
+        "finished",
+        "--shard",
+        "0/1",
+        "--in-flight",
+        "7",
+    ]
     settings = {"dtype": "auto", "seed": "0", "max_model_len": "None"}
     expected += ["--json", "--reconnect-s", "0", *(w for s in settings.items() for w in ("--engine-setting", *s))]
     assert arguments == expected

@@ -42,7 +42,7 @@ def test_help_fits_into_80_columns(run: Run, name: str) -> None:
 def test_what_takes_the_endpoint_of_a_server_takes_its_job_too(run: Run, name: str) -> None:
     text = run(name, "--help").output
     is_client = "--endpoint NAME" in text
-    assert is_client == (name in ("submit", "chat", "status", "connect", "stop", "bench", "batch"))
+    assert is_client == (name in ("submit", "chat", "status", "connect", "stop", "bench", "batch", "score"))
     assert is_client == ("--job ID" in text)
 
 
