@@ -61,6 +61,10 @@ SHAPES: Mapping[str, ModelShape] = {
     )
 }
 
+_HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "qwen3": 128}
+"""Where a config.json that does not say does not mean hidden size / heads."""
+_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
+"""What its config.json may leave out."""
 _UNGATED = ("opt", "gpt2", "gpt_neox", "bloom", "falcon", "phi", "starcoder2")
 
 
@@ -79,6 +83,9 @@ def find_shape(model: str) -> ModelShape:
 def _read_config(path: Path) -> ModelShape:
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())
+        config = config.get("text_config") or config  # of a model that also sees
+        kind = config.get("model_type")
+        config = {**_GEMMA3, **config} if kind == "gemma3_text" else config
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return ModelShape(
             name=path.resolve().parent.name,
@@ -86,10 +93,10 @@ def _read_config(path: Path) -> ModelShape:
             hidden_size=hidden,
             num_heads=heads,
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
+            head_dim=int(config.get("head_dim") or _HEAD_DIMS.get(str(kind)) or hidden // heads),
             intermediate_size=int(config.get("intermediate_size") or config.get("ffn_dim") or 4 * hidden),
             vocab_size=int(config["vocab_size"]),
-            mlp_matrices=2 if config.get("model_type") in _UNGATED else 3,
+            mlp_matrices=2 if kind in _UNGATED else 3,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: not the config.json of a decoder: {error!r}") from None

@@ -91,18 +91,21 @@ def rank_need(spec: ModelSpec, tp: int, pp: int, workload: Workload) -> RankNeed
 
 def _stage_parameters(spec: ModelSpec, stage: Topology) -> int:
     count = len(stage.layer_range(spec.num_layers)) * _layer_parameters(spec)
-    embedding = spec.vocab_size * spec.hidden_size
+    embedding = spec.vocab_size * spec.vocab_width
+    projection = 0 if spec.embedding_size is None else spec.vocab_width * spec.hidden_size
     if stage.is_first_stage:
-        count += embedding
-    if stage.is_last_stage and not (stage.is_first_stage and spec.tie_embeddings):
-        count += embedding
+        count += embedding + projection
+        count += spec.max_position * spec.hidden_size if spec.rope is None else 0
+    if stage.is_last_stage:
+        count += projection
+        count += 0 if stage.is_first_stage and spec.tie_embeddings else embedding
     return count
 
 
 def _layer_parameters(spec: ModelSpec) -> int:
-    """Of attention and the gated MLP; norms and biases do not count here."""
+    """Of attention and the MLP; norms and biases do not count here."""
     attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    return attention + 3 * spec.hidden_size * spec.intermediate_size
+    return attention + (3 if spec.is_gated else 2) * spec.hidden_size * spec.intermediate_size
 
 
 def place(tp: int, pp: int, slots_per_node: int | None, nodes: int | None) -> Layout:
