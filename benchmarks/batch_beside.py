@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batch_engine import Ask, asks
+from batch_engine import Ask, asks, status
 from serving import PROGRAM, RunningServer
 
 from fastserve_hpc.bench.load import Outcome, report, run_load
@@ -51,20 +51,14 @@ class Batch:
         self.process.wait(timeout=60)
 
 
-async def output_tokens(server: RunningServer) -> int:
-    """Of all requests since the server's start."""
-    async with AsyncClient(server.endpoint) as client:
-        return (await client.status()).output_tokens
-
-
 def capacity(server: RunningServer, source: Path, directory: Path, seconds: float) -> float:
     """Output tokens a second of a batch that has the server to itself."""
     batch = Batch.start(server, source, directory / "capacity.jsonl", 1000.0)
     while not batch.num_done():
         time.sleep(0.1)
-    before, start = asyncio.run(output_tokens(server)), time.perf_counter()
+    before, start = asyncio.run(status(server)).output_tokens, time.perf_counter()
     time.sleep(seconds)
-    rate = (asyncio.run(output_tokens(server)) - before) / (time.perf_counter() - start)
+    rate = (asyncio.run(status(server)).output_tokens - before) / (time.perf_counter() - start)
     batch.stop()
     return rate
 
@@ -114,7 +108,8 @@ def compare(alone: dict[str, Any], with_batch: dict[str, Any], slowdown: float, 
 
 
 def measure(args: argparse.Namespace, directory: Path, server: RunningServer) -> dict[str, Any]:
-    todo, filler = asks(args.trace, args.requests, args.scale), asks(args.trace, 4000, args.scale)
+    vocab_size = asyncio.run(status(server)).vocab_size
+    todo, filler = (asks(args.trace, count, args.scale, vocab_size) for count in (args.requests, 4000))
     source = directory / "in.jsonl"
     lines = ({"prompt": ask.prompt, "max_tokens": ask.output_tokens, "ignore_eos": True} for ask in filler)
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -67,6 +67,7 @@ class ToyEngine(threading.Thread):
         self.requests: list[Request] = []
         self.cancelled: list[int] = []
         self.drains: list[DrainMode] = []
+        self.slowdowns: dict[int, float] = {}
         self.open: dict[int, tuple[Request, list[int], int]] = {}
         self.error: str | None = None
         self._to_send: list[EngineOutput] = []
@@ -102,6 +103,7 @@ class ToyEngine(threading.Thread):
         for request_id in commands.cancelled:
             self.cancelled.append(request_id)
             self.open.pop(request_id, None)
+        self.slowdowns |= commands.slowdowns
         if commands.drain is not None:
             self.drains.append(commands.drain)
         if commands.wants_status:

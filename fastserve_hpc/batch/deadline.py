@@ -67,6 +67,7 @@ class Pacer:
         self._total = total
         self._say = say
         self._now = now
+        self._start: tuple[float, int] | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)
         self._ticks_without_bound = 0
         self._was_said = False
@@ -75,13 +76,19 @@ class Pacer:
         """Change `slowdown` where the pace wants it; say, once, that it will not do."""
         now, left = self._now(), self._total - counts.finished
         self._recent.append((now, counts.finished))
+        self._start = self._start or self._recent[0]
         if left <= 0 or len(self._recent) < _MIN_TICKS:
             return
-        (began, before), time_left = self._recent[0], self._deadline - now
-        pace = (counts.finished - before) / max(now - began, 1e-9)
+        time_left, pace = self._deadline - now, self._pace_since(*self._recent[0])
         self._adjust(pace, left / max(time_left * _RESERVE, 1e-9) if time_left > 0 else float("inf"))
-        if time_left <= 0 or (self._ticks_without_bound >= _RECENT and pace * time_left < left):
-            self._warn(counts.finished + pace * max(time_left, 0.0), time_left)
+        best = max(pace, self._pace_since(*self._start))  # answers may come in bursts
+        if time_left <= 0 or (self._ticks_without_bound >= _RECENT and 0 < best * time_left < left):
+            self._warn(counts.finished + best * max(time_left, 0.0), time_left)
+
+    def _pace_since(self, began: float, before: int) -> float:
+        """Lines a second."""
+        now, finished = self._recent[-1]
+        return (finished - before) / max(now - began, 1e-9)
 
     def _adjust(self, pace: float, needed: float) -> None:
         if pace < needed:

@@ -177,6 +177,11 @@ def run_files(
     """On the running server that is named; without one, on these ranks."""
     files = batch.files()
     if endpoint is None and job is None and not batch.merge:
+        if batch.batch_slowdown is not None:
+            raise ConfigError(
+                "--batch-slowdown bounds what the users of a running server lose, and ranks of its own have none: "
+                "give --endpoint or --job, or leave it out"
+            )
         from fastserve_hpc import boot
 
         return boot.run_batch(engine, server, [*batch.arguments(), *_own_server(engine)])

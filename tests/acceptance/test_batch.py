@@ -312,7 +312,7 @@ def pairs_of_texts(model: Any, tokenizer: Any, count: int) -> list[tuple[str, st
     for i in range(count):
         start = rng.randrange(len(text) - 300)
         middle = start + rng.randint(0 if i == 7 else 5, 120)
-        context, continuation = text[start:middle], text[middle : middle + rng.randint(3, 60)]
+        context, continuation = text[start:middle], text[middle : middle + rng.randint(20, 60)]
         if i % 2 == 0:
             context = context.rstrip() or "The"
             with torch.inference_mode():
@@ -322,13 +322,16 @@ def pairs_of_texts(model: Any, tokenizer: Any, count: int) -> list[tuple[str, st
     return pairs
 
 
-TIGHT = ("--max-batch-tokens", "24", "--device-kv", "4M", "--max-batch", "16")
-"""Prompts go in chunks, and what runs is preempted."""
+def check_scores(output: Path, wanted: list[tuple[float, bool]]) -> None:
+    for record, (loglikelihood, is_greedy) in zip(records(output), wanted, strict=True):
+        assert record["loglikelihood"] == pytest.approx(loglikelihood, abs=1e-3)
+        assert record["is_greedy"] == is_greedy
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_show_5_scores_are_those_of_transformers(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """At once; and where prompts go in chunks and interactive requests take the memory of what has begun."""
     import torch
 
     torch.set_num_threads(1)  # the server computes beside it, and threads that wait would spin
@@ -338,17 +341,19 @@ def test_show_5_scores_are_those_of_transformers(start_server: Callable[..., Ser
     assert 30 <= sum(is_greedy for _, is_greedy in wanted) < len(pairs)
     source = tmp_path / "in.jsonl"
     write_lines(source, [{"context": context, "continuation": continuation} for context, continuation in pairs])
-    for name, settings in (("whole", ()), ("tight", TIGHT)):
-        output = tmp_path / f"{name}.jsonl"
-        command = [sys.executable, "-m", "fastserve_hpc", "score", "--model", "smollm2-135m", "--dtype", "float32"]
-        command += ["--max-model-len", "192", *settings, "--order", "input", "--json"]
-        env = {**os.environ, "FASTSERVE_HPC_HOME": str(tmp_path / "home")}
-        result = subprocess.run(
-            [*command, "--input", source, "--output", output], env=env, capture_output=True, text=True, timeout=400
-        )
-        assert result.returncode == 0, result.stderr
-        for record, (loglikelihood, is_greedy) in zip(records(output), wanted, strict=True):
-            assert record["loglikelihood"] == pytest.approx(loglikelihood, abs=1e-3)
-            assert record["is_greedy"] == is_greedy
-        if name == "tight":
-            assert json.loads(result.stdout)["preemptions"] > 0
+    common = ("--model", "smollm2-135m", "--dtype", "float32", "--max-model-len", "192")
+    server = start_server(*common, "--endpoint", "wide").wait_ready()
+    files = ("--input", str(source), "--output", str(tmp_path / "wide.jsonl"), "--order", "input")
+    result = server.run("score", "--endpoint", "wide", *files, timeout_s=300)
+    assert result.returncode == 0, result.stderr
+    check_scores(tmp_path / "wide.jsonl", wanted)
+    server.close()
+    tight = start_server(*common, "--max-batch-tokens", "24", "--device-kv", "10M").wait_ready()
+    command = [sys.executable, "-m", "fastserve_hpc", "score", "--endpoint", "default", "--input", str(source)]
+    command += ["--output", str(tmp_path / "tight.jsonl"), "--order", "input", "--batch-slowdown", "8"]
+    run = subprocess.Popen(command, env=tight.env, stderr=subprocess.PIPE, text=True)
+    while run.poll() is None:
+        tight.run("submit", "One word after the other, and so on. " * 12, "--max-tokens", "30", "--ignore-eos")
+    assert run.wait() == 0, run.communicate()[1]
+    check_scores(tmp_path / "tight.jsonl", wanted)
+    assert tight.status()["preemptions"] > 0

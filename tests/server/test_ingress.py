@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 import zmq
-from front_door import EOS, FrontDoor, raw, receive, wait_until
+from front_door import EOS, VOCAB_SIZE, FrontDoor, raw, receive, wait_until
 
 from fastserve_hpc import protocol
-from fastserve_hpc.client import Client
+from fastserve_hpc.client import AsyncClient, Client
 from fastserve_hpc.core.plan import TokenDelta
-from fastserve_hpc.core.request import Request
+from fastserve_hpc.core.request import ModelLimits, Request
 from fastserve_hpc.endpoint import find
 from fastserve_hpc.errors import BusyError, RequestError
 from fastserve_hpc.protocol import Delta, Failed, Ping, Submit, Welcome
@@ -57,6 +58,39 @@ def test_choices_become_requests_with_one_seed_and_prompt_logprobs_once() -> Non
     assert {(r.session, r.expected_tokens, r.service_class) for r in first} == {("s", 9, "interactive")}
     assert first[0].sampling.temperature == 1.0
     assert first[0].sampling.stop_token_ids == (EOS,)
+
+
+def test_a_continuation_is_scored_and_nothing_is_generated() -> None:
+    with FrontDoor(limits=ModelLimits(VOCAB_SIZE, 9, (EOS,))) as door, Client("test") as client:
+        client.score("ab ", "cd")
+        found = client.score("abcdefghi", "xy")
+        for options in ({"max_tokens": 3}, {"slowdown": 0.5}):
+            with pytest.raises(RequestError, match=r"nothing is generated|slowdown is 0.5: it must be at least 1"):
+                client.generate("ab", continuation="cd", **options)
+    first, other = door.engine.requests
+    assert (bytes(first.prompt), first.sampling.prompt_logprobs_from) == (b"ab cd", 1)
+    assert (first.sampling.max_tokens, first.sampling.prompt_logprobs, first.num_cut) == (1, 1, 0)
+    assert (bytes(other.prompt), other.sampling.prompt_logprobs_from, other.num_cut) == (b"defghixy", 5, 3)
+    assert found.num_cut == 3
+
+
+def test_what_a_client_steers_is_all_that_it_has_open() -> None:
+    async def steer(door: FrontDoor) -> None:
+        async with AsyncClient("test") as client:
+            door.engine.running.clear()
+            asks = [asyncio.create_task(client.generate("ab", max_tokens=2, slowdown=2.0)) for _ in range(2)]
+            while len(door.engine.open) < 2:
+                await asyncio.sleep(0.01)
+            await client.steer(8.0)
+            while not door.engine.slowdowns:
+                await asyncio.sleep(0.01)
+            door.engine.running.set()
+            await asyncio.gather(*asks)
+
+    with FrontDoor() as door:
+        asyncio.run(steer(door))
+    assert [request.slowdown for request in door.engine.requests] == [2.0, 2.0]
+    assert door.engine.slowdowns == {1: 8.0, 2: 8.0}
 
 
 def test_default_seeds_are_the_same_after_a_restart() -> None:

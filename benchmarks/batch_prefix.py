@@ -1,0 +1,82 @@
+"""Questions behind the same worked examples: what the prefix cache saves a batch, and what it brings.
+
+python benchmarks/batch_prefix.py --questions gsm8k.jsonl [--count 100] [--shots 5] [--max-tokens 32] [--json]
+
+The questions are JSON lines of "question" and "answer"; the first ones are the examples. Without a file they are made
+up. Each run is `fastserve-hpc batch` on a server of its own, with the cache and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from serving import RunningServer
+
+
+def questions(path: Path | None, count: int) -> list[tuple[str, str]]:
+    if path is not None:
+        rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
+        return [(row["question"], row["answer"]) for row in rows]
+    return [made_up(i) for i in range(count)]
+
+
+def made_up(i: int) -> tuple[str, str]:
+    """A question and a worked answer."""
+    a, b, c = 3 + i % 17, 2 + i % 11, 5 + i % 23
+    question = (
+        f"A baker makes {a} trays of {b} loaves in the morning and {c} single loaves in the afternoon. "
+        "How many loaves does the baker make in a day?"
+    )
+    return (
+        question,
+        f"In the morning {a} * {b} = {a * b} loaves. Together {a * b} + {c} = {a * b + c}.\n#### {a * b + c}",
+    )
+
+
+def prompts(asked: list[tuple[str, str]], shots: int) -> list[str]:
+    examples = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in asked[:shots])
+    return [f"{examples}Question: {question}\nAnswer:" for question, _ in asked[shots:]]
+
+
+def run(args: argparse.Namespace, source: Path, directory: Path, settings: list[str]) -> dict[str, Any]:
+    """The summary of a batch on a fresh server."""
+    with RunningServer(directory, "--model", args.model, "--max-batch", str(args.max_batch), *settings) as server:
+        files = ("--input", str(source), "--output", str(directory / "out.jsonl"))
+        found: dict[str, Any] = json.loads(server.command("batch", "--endpoint", server.endpoint, *files, "--json"))
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=Path)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--shots", type=int, default=5)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    asked = questions(args.questions, args.count + args.shots)
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name, "in.jsonl")
+        lines = [{"prompt": text, "max_tokens": args.max_tokens} for text in prompts(asked, args.shots)]
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for kind, settings in (("with", []), ("without", ["--no-prefix-cache"])):
+            directory = Path(name, kind)
+            directory.mkdir()
+            found[kind] = run(args, source, directory, settings)
+            print(f"{kind} the cache: {json.dumps(found[kind])}", file=sys.stderr)
+    reuse = found["with"]["prefix_tokens"] / found["with"]["prompt_tokens"]
+    gain = found["with"]["output_tokens_per_s"] / found["without"]["output_tokens_per_s"]
+    text = f"{reuse:.1%} of the prompt tokens from the cache; {gain:.2f} times the tokens/s"
+    print(json.dumps({**found, "reuse": reuse, "gain": gain}) if args.json else text)
+
+
+if __name__ == "__main__":
+    main()
