@@ -32,10 +32,12 @@ def made_up(i: int) -> tuple[str, str]:
         f"A baker makes {a} trays of {b} loaves in the morning and {c} single loaves in the afternoon. "
         "How many loaves does the baker make in a day?"
     )
-    return (
-        question,
-        f"In the morning {a} * {b} = {a * b} loaves. Together {a * b} + {c} = {a * b + c}.\n#### {a * b + c}",
+    answer = (
+        f"In the morning the baker makes {a} trays. Each of these trays holds {b} loaves of bread. That is {a} times "
+        f"{b}, or <<{a}*{b}={a * b}>>{a * b} loaves in the morning. In the afternoon there are {c} single loaves more. "
+        f"Morning and afternoon together are {a * b} + {c} = <<{a * b}+{c}={a * b + c}>>{a * b + c} loaves in a day."
     )
+    return question, f"{answer}\n#### {a * b + c}"
 
 
 def prompts(asked: list[tuple[str, str]], shots: int) -> list[str]:

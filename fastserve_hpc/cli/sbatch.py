@@ -111,7 +111,9 @@ def serve(job: JobConfig, does_submit: bool, test_only: bool) -> None:
 @click.option("--output", metavar="FILE", help="Results of a single input file.")
 @click.option("--output-dir", metavar="DIR", help="Directory for the results of several; a job array runs them.")
 @click.option("--array-limit", type=click.IntRange(min=1), help="How many of the array run at a time.")
-@config_options(without=("endpoint", "tcp"), engine=EngineConfig, server=ServerConfig, slurm=SbatchConfig)
+@config_options(
+    without=("endpoint", "tcp", "batch_slowdown"), engine=EngineConfig, server=ServerConfig, slurm=SbatchConfig
+)
 @_job_options
 def batch(
     job: JobConfig,
