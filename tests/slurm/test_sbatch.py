@@ -94,6 +94,19 @@ def test_scancel_ends_a_job_for_good(cluster: Cluster, tmp_path: Path) -> None:
     assert not cluster.has_jobs()
 
 
+def test_where_requeueing_is_refused_a_successor_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """And it starts only after the first has ended."""
+    job_id = submit(cluster, tmp_path, script(tmp_path, ("no-requeue", None)))
+    wait_until(lambda: lines(tmp_path, 0) and lines(tmp_path, 1), 20, "the ranks to start")
+    (tmp_path / "program.py").write_text(PROGRAM.replace('os.environ.get("SLURM_RESTART_COUNT")', "True"))
+    cluster.run("scancel", "--signal=USR1", "--batch", job_id)
+    wait_until(lambda: len(lines(tmp_path, 0)) == 3, 30, "the successor")
+    assert lines(tmp_path, 0) == ["start ", "SIGUSR1", "start "]
+    successor = str(int(job_id) + 1)
+    wait_until(lambda: state(cluster, successor) == "COMPLETED", 20, "its end")
+    assert state(cluster, job_id) == "FAILED"
+
+
 @pytest.mark.slow
 def test_node_failure_leads_to_a_second_run(cluster: Cluster, tmp_path: Path) -> None:
     job_id = submit(cluster, tmp_path, script(tmp_path))

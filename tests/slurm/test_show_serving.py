@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 from slurm_support import OUR_PATH, PROMPT, SRUN, Cluster, Login, wait_until
+from weights_read import bytes_needed_by_stage, bytes_read, watched
 
 from fastserve_hpc.endpoint import Endpoint, load
-from fastserve_hpc.models.gguf import read_header
-from fastserve_hpc.models.locate import locate
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -25,12 +24,6 @@ SUBNET = "10.77.0.0/24"
 STRANGER = 4242
 MODEL = ("--model", "smollm2-135m", "--device-kv", "64M", "--host-kv", "16M", "--max-model-len", "1024")
 PROMPTS = [PROMPT, "def fibonacci(n):", "Water boils at", "Once upon a time, in a small village,"]
-
-# Under umask 000, and each rank watched by strace: what it reads, of which file.
-WATCHED = """
-umask 000
-exec strace -D -f -ff -y --seccomp-bpf -qq -e trace=read,pread64,readv,preadv,preadv2 -o "$TRACES/$SLURMD_NODENAME" "$@"
-"""
 
 ASK = """
 import json, sys
@@ -69,8 +62,7 @@ def served(session_cluster: Cluster) -> Iterator[Served]:
     for node in ("n1", "n2"):
         refuse_outside(session_cluster, node)
     login.environ["TRACES"] = str(directory / "traces")
-    launcher = (*SRUN, "sh", "-c", WATCHED, "sh")
-    job_id = login.serve(*MODEL, "--pp", "2", launcher=launcher)
+    job_id = login.serve(*MODEL, "--pp", "2", launcher=(*SRUN, *watched()))
     alone = login.serve(*MODEL, launcher=("srun", "-N1", "-n1", "--mpi=pmi2"))
     yield Served(login, directory, job_id, alone)
     login.end()
@@ -193,25 +185,6 @@ def as_user(cluster: Cluster, user: int, server_public: str, *attempts: str) -> 
     done = cluster.run(*command, node="n1", PYTHONPATH=OUR_PATH)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
-
-
-def bytes_needed_by_stage(num_stages: int) -> list[int]:
-    """Of the model's file, by the names in it: layers, embedding, and on the last stage norm and the (tied) head."""
-    tensors = read_header(locate("smollm2-135m").path).tensors
-    num_layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blk."))
-
-    def stage_of(name: str) -> set[int]:
-        if name.startswith("blk."):
-            return {int(name.split(".")[1]) * num_stages // num_layers}
-        return {0, num_stages - 1} if name == "token_embd.weight" else {num_stages - 1}
-
-    return [sum(t.nbytes for name, t in tensors.items() if stage in stage_of(name)) for stage in range(num_stages)]
-
-
-def bytes_read(traces: Path, node: str) -> int:
-    """From files of the model, by all processes of a node."""
-    read = re.compile(r"^(?:read|pread64|readv|preadv|preadv2)\(\d+<[^>]*\.gguf>.* = (\d+)$", re.MULTILINE)
-    return sum(int(n) for trace in traces.glob(f"{node}.*") for n in read.findall(trace.read_text(errors="replace")))
 
 
 def test_a_tunnel_from_elsewhere_leads_to_the_server(served: Served, tmp_path: Path) -> None:
