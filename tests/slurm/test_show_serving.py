@@ -265,8 +265,7 @@ def test_show_5_scancel_of_a_serving_job_ends_it_in_good_order(served: Served) -
     assert draining_s < 1.0
     assert ended_s < 10.0
     print(f"draining after {draining_s:.2f} s, over after {ended_s:.1f} s: {ends}")
-    assert ends["40"] == "length"
-    assert ends["900"] in ("length", "cancelled") or "ended" in ends["900"]
+    assert set(ends.values()) <= {"length", "cancelled"}, "a connection that is lost tells nobody anything"
     login.cluster.run("scancel", served.alone)
     wait_until(lambda: not login.ranks(), 20, "the ranks to end")
     assert served.endpoint.state == "ended"
