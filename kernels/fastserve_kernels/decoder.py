@@ -59,6 +59,8 @@ class DecoderStack:
     def __init__(self, layers: Sequence[DecoderLayer], shape: DecoderShape, group: SharedGroup | None = None) -> None:
         for layer in layers:
             _check_layer(layer, shape, layers[0])
+        row_bytes = layers[0].qkv.num_inputs * 4
+        check(group is None or row_bytes <= group.state.slot_bytes, f"a sum of {row_bytes} bytes has no room in a slot")
         self.layers = tuple(layers)
         self.shape = shape
         self.group = group

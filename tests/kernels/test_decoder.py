@@ -163,37 +163,46 @@ def test_layers_that_do_not_fit_are_refused(kernels: Kernels) -> None:
         Step(0, 1).run(kernels, stack, random(1, HIDDEN + 1), make_cache(LLAMA))
 
 
-def one_share(rank: int, num_ranks: int, path: Path, slot_bytes: int) -> Tensor:
+WIDE = 128
+
+
+def one_share(rank: int, num_ranks: int, path: Path, slot_bytes: int, rows: int) -> Tensor:
     """The hidden state after one layer of which this rank holds one share."""
-    kernels = open_kernels(num_threads=1)
+    kernels = open_kernels(num_threads=2)
     shape = DecoderShape(4 // num_ranks, 2 // num_ranks, head_dim=32, norm_eps=1e-5, scale=0.2)
     torch.manual_seed(0)
-    q, k, v, out = random(128, 64), random(64, 64), random(64, 64), random(64, 128)
-    gate, up, down = random(96, 64), random(96, 64), random(64, 96)
+    q, k, v, out = random(128, WIDE), random(64, WIDE), random(64, WIDE), random(WIDE, 128)
+    gate, up, down = random(96, WIDE), random(96, WIDE), random(WIDE, 96)
 
     def share(weight: Tensor, dim: int) -> Tensor:
         return weight.chunk(num_ranks, dim)[rank]
 
     layer = DecoderLayer(
-        input_norm=torch.rand(64),
+        input_norm=torch.rand(WIDE),
         qkv=kernels.pack_linear(torch.cat([share(w, 0) for w in (q, k, v)])),
         out=kernels.pack_linear(share(out, 1)),
-        mlp_norm=torch.rand(64),
+        mlp_norm=torch.rand(WIDE),
         gate_up=kernels.pack_linear(share(gate, 0), up=share(up, 0)),
         down=kernels.pack_linear(share(down, 1)),
+        mlp_out_norm=torch.rand(WIDE),
     )
     group = SharedGroup(path, rank, num_ranks, slot_bytes) if num_ranks > 1 else None
     cache = torch.zeros(8, 1, 2, shape.num_kv_heads, 16, 32).bfloat16()
-    return Step(0, 33).run(kernels, DecoderStack([layer], shape, group), random(33, 64, scale=1.0), cache)
+    stack = DecoderStack([layer], shape, group)
+    return Step(0, rows).run(kernels, stack, random(rows, WIDE, scale=1.0), cache)
 
 
-def as_list(*args: Any) -> list[list[float]]:
-    values: list[list[float]] = one_share(*args).float().tolist()
-    return values
+@pytest.mark.parametrize(
+    ("rows", "slot_bytes"),
+    [(1, 1 << 16), (33, 1 << 16), (33, 1 << 12), (70, 1 << 16)],
+    ids=["one row", "summed by each rank", "in pieces", "summed by parts"],
+)
+def test_two_ranks_share_the_layers(run_ranks: Callable[..., list[Any]], rows: int, slot_bytes: int) -> None:
+    def as_list(*args: Any) -> list[list[float]]:
+        values: list[list[float]] = one_share(*args, rows).float().tolist()
+        return values
 
-
-def test_two_ranks_share_the_layers(run_ranks: Callable[..., list[Any]]) -> None:
-    first, second = (torch.tensor(rows) for rows in run_ranks(as_list, 2))
-    (alone,) = (torch.tensor(rows) for rows in run_ranks(as_list, 1))
+    first, second = (torch.tensor(values) for values in run_ranks(as_list, 2, slot_bytes))
+    (alone,) = (torch.tensor(values) for values in run_ranks(as_list, 1, slot_bytes))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, alone, rtol=0.02, atol=0.02)

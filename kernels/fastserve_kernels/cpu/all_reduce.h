@@ -65,6 +65,7 @@ class SharedCall {
   uint8_t* buffer_;
 };
 
+// out[0..] = the sums of elements begin..end-1.
 template <class T>
 static inline void sum_slots(const SharedCall& call, int64_t num_ranks, int64_t begin, int64_t end, T* out) {
   for (int64_t i = begin; i < end; i += 16) {
@@ -72,24 +73,26 @@ static inline void sum_slots(const SharedCall& call, int64_t num_ranks, int64_t 
     for (int64_t rank = 0; rank < num_ranks; ++rank) {
       sum = add(sum, load_first(reinterpret_cast<const T*>(call.slot(rank)) + i, end - i));
     }
-    store_first(out + i, sum, end - i);
+    store_first(out + i - begin, sum, end - i);
   }
 }
 
 // Large sums are shared out: each rank adds one part and all read the parts. The result is the same either way.
+constexpr int64_t kShareOut = 32 << 10;
+
 template <class T>
 static void all_reduce_piece(SharedGroup& group, T* x, int64_t n) {
-  constexpr size_t kShareOut = 32 << 10;
   SharedCall call(group);
   const size_t bytes = static_cast<size_t>(n) * sizeof(T);
   __builtin_memcpy(call.slot(group.rank), x, bytes);
   call.meet();
-  if (bytes < kShareOut) return sum_slots(call, group.num_ranks, 0, n, x);
+  if (static_cast<int64_t>(bytes) < kShareOut) return sum_slots(call, group.num_ranks, 0, n, x);
 
   const auto part = [&](int64_t rank) { return n / 16 * rank / group.num_ranks * 16; };
   const auto part_end = [&](int64_t rank) { return rank + 1 == group.num_ranks ? n : part(rank + 1); };
   // Nobody else reads this rank's part of this rank's slot.
-  sum_slots(call, group.num_ranks, part(group.rank), part_end(group.rank), reinterpret_cast<T*>(call.slot(group.rank)));
+  sum_slots(call, group.num_ranks, part(group.rank), part_end(group.rank),
+            reinterpret_cast<T*>(call.slot(group.rank)) + part(group.rank));
   call.meet();
   for (int64_t rank = 0; rank < group.num_ranks; ++rank) {
     const T* sums = reinterpret_cast<const T*>(call.slot(rank));

@@ -61,17 +61,71 @@ class Decoder {
                        .rows = a_.num_tokens, .k = k, .n = a_.hidden_size, .eps = 0, .activation = kNone,
                        .out_is_float = 0};
     if (a_.group == nullptr && norm == nullptr) return linear(pool_, args);
-    float* sums = shared_scratch<float>(pool_, 4, a_.num_tokens * a_.hidden_size);
     args.residual = nullptr;
-    args.out = sums;
     args.ld_out = a_.hidden_size;
     args.out_is_float = 1;
+    if (a_.group != nullptr) return add_shared_linear(args, norm);
+    float* sums = shared_scratch<float>(pool_, 4, a_.num_tokens * a_.hidden_size);
+    args.out = sums;
     linear(pool_, args);
-    if (a_.group != nullptr) all_reduce_pieces(*a_.group, sums, a_.num_tokens * a_.hidden_size);
-    parallel_for(pool_, a_.num_tokens, rows_per_piece(a_.hidden_size), [&](int64_t begin, int64_t end, int) {
-      for (int64_t t = begin; t < end; ++t) add_row(sums + t * a_.hidden_size, norm, a_.hidden + t * a_.ld_hidden);
+    for_rows(0, a_.num_tokens, [&](int64_t t, float*) { add_row(sums + t * a_.hidden_size, norm, hidden_row(t)); });
+  }
+
+  // A rank's linear writes where all ranks read it, as many rows at a time as find room there.
+  void add_shared_linear(LinearArgs args, const float* norm) {
+    const int64_t room = a_.group->slot_bytes / (a_.hidden_size * static_cast<int64_t>(sizeof(float)));
+    const int64_t num_pieces = (a_.num_tokens + room - 1) / room;
+    const bf16* x = args.x;
+    for (int64_t i = 0; i < num_pieces; ++i) {
+      const int64_t first = a_.num_tokens * i / num_pieces;
+      args.rows = a_.num_tokens * (i + 1) / num_pieces - first;
+      args.x = x + first * args.ld_x;
+      SharedCall call(*a_.group);
+      args.out = call.slot(a_.group->rank);
+      linear(pool_, args);
+      call.meet();
+      add_sums(call, first, args.rows, norm);
+    }
+  }
+
+  // The rows' sums, in rank order. Of many rows each rank takes a part and passes the hidden states on.
+  void add_sums(SharedCall& call, int64_t first, int64_t rows, const float* norm) {
+    const int64_t n = a_.hidden_size, num_ranks = a_.group->num_ranks, own = a_.group->rank;
+    const auto sum_row = [&](int64_t t, float* sums) {
+      sum_slots<float>(call, num_ranks, t * n, (t + 1) * n, sums);
+      add_row(sums, norm, hidden_row(first + t));
+    };
+    if (rows * n * static_cast<int64_t>(sizeof(float)) < kShareOut) return for_rows(0, rows, sum_row);
+
+    const auto part = [&](int64_t rank) { return rows * rank / num_ranks; };
+    // A row's hidden state takes the place of this rank's share of its sum, which nobody else reads.
+    const auto passed_on = [&](int64_t rank, int64_t t) {
+      return reinterpret_cast<bf16*>(call.slot(rank) + t * n * static_cast<int64_t>(sizeof(float)));
+    };
+    const size_t row_bytes = static_cast<size_t>(n) * sizeof(bf16);
+    for_rows(part(own), part(own + 1), [&](int64_t t, float* sums) {
+      sum_row(t, sums);
+      __builtin_memcpy(passed_on(own, t), hidden_row(first + t), row_bytes);
+    });
+    call.meet();
+    for (int64_t rank = 0; rank < num_ranks; ++rank) {
+      if (rank == own) continue;
+      for (int64_t t = part(rank); t < part(rank + 1); ++t) {
+        __builtin_memcpy(hidden_row(first + t), passed_on(rank, t), row_bytes);
+      }
+    }
+  }
+
+  // body(row, room for a row of floats) on several threads.
+  template <class F>
+  void for_rows(int64_t begin, int64_t end, const F& body) {
+    parallel_for(pool_, end - begin, rows_per_piece(a_.hidden_size), [&](int64_t from, int64_t to, int thread) {
+      float* row = thread_scratch<float>(pool_, thread, round_up(a_.hidden_size, kStep));
+      for (int64_t t = begin + from; t < begin + to; ++t) body(t, row);
     });
   }
+
+  bf16* hidden_row(int64_t t) const { return a_.hidden + t * a_.ld_hidden; }
 
   void add_row(float* x, const float* norm, bf16* hidden) const {
     const int64_t n = a_.hidden_size;
