@@ -1,12 +1,13 @@
-"""Sends a trace's requests when they are due and measures the answers (open loop).
+"""Sends requests when they are due and measures the answers (open loop), or one after the other (single stream).
 
 Every time counts from the moment at which a request was due, so waiting inside this client counts
-too, and a slow server cannot slow the load down.
+too, and a slow server cannot slow the load down. In a single stream a request is due when the one before has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,18 @@ class Outcome:
     error: str | None = None
 
 
-Plan = Callable[[EngineStatus], tuple[Sequence[Load], Sequence[list[int]]]]
-"""Requests, and a prompt for each, that suit a server."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Requests to send, and a prompt for each. `warm_up` are sent before, all at once, and are not measured."""
+
+    loads: Sequence[Load]
+    prompts: Sequence[list[int]]
+    one_by_one: bool = False
+    warm_up: Sequence[tuple[Load, list[int]]] = ()
+
+
+Plan = Callable[[EngineStatus], Run]
+"""What suits a server."""
 OnFinish = Callable[[Outcome, int], None]
 """Called with each outcome as it comes, and the number of all requests."""
 
@@ -46,29 +57,37 @@ async def _load_server(
     endpoint: str | None, job: str | None, plan: Plan, on_finish: OnFinish
 ) -> tuple[Sequence[Outcome], float]:
     async with AsyncClient(endpoint, job=job) as client:
-        loads, prompts = plan(await client.status())
-        return await run_load(client, loads, prompts, on_finish)
+        run = plan(await client.status())
+        if run.warm_up:
+            loads, prompts = zip(*run.warm_up, strict=True)
+            await run_load(client, Run(loads, prompts), lambda *_: None)
+        return await run_load(client, run, on_finish)
 
 
-async def run_load(
-    client: Any, loads: Sequence[Load], prompts: Sequence[list[int]], on_finish: OnFinish
-) -> tuple[list[Outcome], float]:
-    """Send all requests; the outcomes in trace order, and wall seconds from the first due time to the last token."""
+async def run_load(client: Any, run: Run, on_finish: OnFinish) -> tuple[list[Outcome], float]:
+    """Send all requests; the outcomes in their order, and wall seconds from the first due time to the last token."""
 
     def finish(outcome: Outcome) -> None:
-        on_finish(outcome, len(loads))
+        on_finish(outcome, len(run.loads))
 
     start = time.monotonic()
+    if run.one_by_one:
+        outcomes = [
+            await _send(client, load, prompt, time.monotonic(), finish)
+            for load, prompt in zip(run.loads, run.prompts, strict=True)
+        ]
+        return outcomes, time.monotonic() - start
     tasks = []
-    for load, prompt in zip(loads, prompts, strict=True):
-        await asyncio.sleep(max(0.0, start + load.due_s - time.monotonic()))
+    for load, prompt in zip(run.loads, run.prompts, strict=True):
+        if (wait_s := start + load.due_s - time.monotonic()) > 0:
+            await asyncio.sleep(wait_s)
         tasks.append(asyncio.create_task(_send(client, load, prompt, start + load.due_s, finish)))
     try:
         outcomes = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    return outcomes, time.monotonic() - start - loads[0].due_s
+    return outcomes, time.monotonic() - start - run.loads[0].due_s
 
 
 async def _send(client: Any, load: Load, prompt: list[int], due: float, finish: Callable[[Outcome], None]) -> Outcome:
@@ -87,14 +106,21 @@ async def _send(client: Any, load: Load, prompt: list[int], due: float, finish: 
 
 
 def report(outcomes: Sequence[Outcome], wall_s: float) -> dict[str, Any]:
-    """What `bench --json` prints; latencies of the requests that were answered."""
+    """What `bench --json` prints; latencies of the requests that were answered.
+
+    `decode_tokens_per_s` is the median over requests of the rate behind the first token: what one reader sees.
+    """
     good = [outcome for outcome in outcomes if outcome.error is None]
+    tpots = [(o.last_s - o.first_s) / (o.output_tokens - 1) for o in good if o.output_tokens > 1]
+    rates = [1 / tpot for tpot in tpots if tpot > 0]
     return {
         "requests": len(outcomes),
         "failed": len(outcomes) - len(good),
         "wall_s": wall_s,
         "output_tokens_per_s": sum(outcome.output_tokens for outcome in good) / max(wall_s, 1e-9),
+        "decode_tokens_per_s": statistics.median(rates) if rates else None,
         "ttft_s": summarise([outcome.first_s for outcome in good]),
-        "tpot_s": summarise([(o.last_s - o.first_s) / (o.output_tokens - 1) for o in good if o.output_tokens > 1]),
+        "tpot_s": summarise(tpots),
+        "latency_s": summarise([outcome.last_s for outcome in good]),
         "normalized_latency_s": summarise([outcome.last_s / outcome.output_tokens for outcome in good]),
     }

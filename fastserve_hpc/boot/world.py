@@ -127,9 +127,9 @@ class World:
         """How many threads this rank should compute with; collective."""
         if self.mpi is None:
             return len(os.sched_getaffinity(0))
-        from fastserve_hpc.parallel.hosts import cores_of_this_rank
+        from fastserve_hpc.parallel.hosts import threads_of_this_rank
 
-        return cores_of_this_rank(self.mpi)
+        return threads_of_this_rank(self.mpi)
 
     def minimum(self, *values: int) -> tuple[int, ...]:
         """The least of each value over all ranks; collective."""

@@ -39,6 +39,10 @@ class ModelBatch(AttentionBatch, Protocol):
     def sample_rows(self) -> Tensor:
         """[R] int64."""
 
+    @property
+    def takes_most_likely(self) -> bool:
+        """Whether each of the R rows wants no more than its most likely token."""
+
 
 class LayeredCache(Protocol):
     """What a model needs of `worker.kv_cache.KVCache`."""
@@ -198,14 +202,20 @@ class Head:
     projection: Any | None
     """A linear to the head's size from that of the layers."""
     vocabulary: VocabHead
-    softcap: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        if self.projection is not None:
-            x, norm = self.ops.linear(x, self.projection, norm=norm), None
-        logits = self.vocabulary(x, norm)
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+        """See `VocabHead`."""
+        return self.vocabulary(*self._projected(x))
+
+    def most_likely(self, x: Tensor) -> Tensor:
+        """See `VocabHead.most_likely`."""
+        return self.vocabulary.most_likely(*self._projected(x))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Norm | None]:
+        """What the vocabulary is multiplied with, and the norm that is still to be taken of it."""
+        if self.projection is None:
+            return x, self.norm
+        return self.ops.linear(x, self.projection, norm=self.norm), None
 
 
 class Model:
@@ -233,7 +243,9 @@ class Model:
     def forward(self, batch: ModelBatch, kv: LayeredCache, hidden: Tensor | None = None) -> Tensor:
         """Compute a batch's stage. The first stage takes no `hidden`, the others the stage before's [T, hidden].
 
-        Returns hidden [T, hidden], or on the last stage the logits of batch.sample_rows: [R, vocab] float32.
+        Returns hidden [T, hidden], or on the last stage the logits of batch.sample_rows: [R, vocab] float32, whole
+        on tp_rank 0 and elsewhere this rank's part of each row; or, where that is all the batch wants, the rows' most
+        likely tokens: [R] int64, -1 where the logits are not numbers.
         """
         if self._entrance is not None:
             hidden = self._entrance(batch)
@@ -245,7 +257,8 @@ class Model:
         if self._head is None:
             return hidden
         rows = batch.sample_rows  # ascending
-        return self._head(hidden if len(rows) == len(hidden) else hidden.index_select(0, rows))
+        last = hidden if len(rows) == len(hidden) else hidden.index_select(0, rows)
+        return self._head.most_likely(last) if batch.takes_most_likely else self._head(last)
 
     def _parts(self, num_tokens: int) -> Iterator[range]:
         """The layers, cut where a few tokens' time has passed: so often the ranks' messages want to be moved."""

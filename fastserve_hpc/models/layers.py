@@ -134,23 +134,51 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """x [R, width] -> logits [R, vocab] in float32, complete on every rank; cut and padded as the embedding.
+    """From x [R, width] to what is said of the vocabulary, which is cut and padded as for the embedding.
 
-    `weight`: this rank's rows of the matrix, packed.
+    `weight`: this rank's rows of the matrix, packed. `softcap`: the bound of the logits, 0 for none.
     """
 
-    def __init__(self, shard: Shard, weight: Any, vocab_size: int):
+    def __init__(self, shard: Shard, weight: Any, vocab_size: int, softcap: float = 0.0):
         self._shard = shard
         self._vocab_size = vocab_size
+        self._softcap = softcap
+        self._part = shard.padded_part(vocab_size)[0]
         self._weight = weight
 
     def __call__(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """Logits [R, vocab] in float32 on tp_rank 0, this rank's part of them on the others."""
         if not len(x):  # the ranks agree on it, and spare each other the exchange
             return x.new_empty(0, self._vocab_size, dtype=torch.float32)
-        logits = self._shard.ops.linear(x, self._weight, norm=norm, out_dtype=torch.float32)
+        logits = self._own_logits(x, norm)
         if self._shard.size == 1:
             return logits
-        return self._shard.comm.all_gather(logits)[:, : self._vocab_size]
+        return self._shard.comm.gather(logits)[:, : self._vocab_size]
+
+    def most_likely(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """[R] int64 on every rank: the id of the largest logit, of equals the lowest; -1 where they are not numbers."""
+        own = self._own_logits(x, norm)
+        if self._shard.size == 1:
+            return self._shard.ops.most_likely(own)
+        maxima, ids = self._own_maxima(own)
+        joined = self._shard.comm.all_gather(torch.stack((maxima.view(torch.int32), ids.int()), dim=1))
+        per_rank = joined.view(len(x), self._shard.size, 2)
+        best = per_rank[:, :, 0].contiguous().view(torch.float32).argmax(dim=1, keepdim=True)  # ranks have ids in order
+        chosen = per_rank[:, :, 1].gather(1, best)[:, 0].long()
+        return chosen.masked_fill_((per_rank[:, :, 1] < 0).any(dim=1), -1)
+
+    def _own_logits(self, x: Tensor, norm: Norm | None) -> Tensor:
+        logits = self._shard.ops.linear(x, self._weight, norm=norm, out_dtype=torch.float32)
+        return self._softcap * torch.tanh(logits / self._softcap) if self._softcap else logits
+
+    def _own_maxima(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of this rank's logits in each row, and its id."""
+        count = len(self._part)
+        if not count:  # a small vocabulary is all with the ranks before
+            return own.new_full((len(own),), -torch.inf), torch.zeros(len(own), dtype=torch.int64, device=own.device)
+        places = self._shard.ops.most_likely(own[:, :count])
+        maxima = own.gather(1, places.clamp(min=0)[:, None])[:, 0]
+        return maxima, torch.where(places < 0, places, places + self._part.start)
 
 
 def read_vocabulary(reader: WeightReader, shard: Shard, name: str, shape: tuple[int, int]) -> Tensor:

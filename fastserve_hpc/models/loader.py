@@ -145,7 +145,7 @@ def _load_head(reader: WeightReader, shard: Shard, spec: ModelSpec, packed: Any)
     if spec.final_norm:
         norm = read_norm(reader, family.tensors.final_norm, spec.hidden_size, spec.norm_eps, family.layer_norm)
     projection = _projection(reader, shard, spec, family.tensors.project_out, (spec.vocab_width, spec.hidden_size))
-    return Head(shard.ops, norm, projection, VocabHead(shard, packed, spec.vocab_size), spec.logit_softcap)
+    return Head(shard.ops, norm, projection, VocabHead(shard, packed, spec.vocab_size, spec.logit_softcap))
 
 
 def _projection(reader: WeightReader, shard: Shard, spec: ModelSpec, name: str, shape: tuple[int, int]) -> Any | None:

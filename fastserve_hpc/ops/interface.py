@@ -141,6 +141,11 @@ class Ops(Protocol):
         dtype.
         """
 
+    def most_likely(self, logits: Tensor) -> Tensor:
+        """[R] int64: the first place where each row of float32 logits [R, n] is largest; -1 where that is no finite
+        number, or one in the row is not a number.
+        """
+
     def plan_attention(self, batch: AttentionBatch, kv_layer: Tensor) -> Any:
         """All of an iteration's attention that is the same for every layer; once per forward."""
 

@@ -96,6 +96,9 @@ class KernelOps:
     def embedding(self, ids: Tensor, weight: Tensor | Linear, scale: float = 1.0) -> Tensor:
         return self.kernels.embedding(ids, weight.packed if isinstance(weight, Linear) else weight, scale=scale)
 
+    def most_likely(self, logits: Tensor) -> Tensor:
+        return self.kernels.argmax(logits)
+
     def plan_attention(self, batch: AttentionBatch, kv_layer: Tensor) -> AttentionPlan:
         del kv_layer  # Blocks are found as the attention goes.
         return AttentionPlan(batch.positions, batch.slot_ids, batch.block_tables, batch.query_start, batch.seq_lens)

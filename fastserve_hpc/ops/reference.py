@@ -19,6 +19,7 @@ __all__ = [
     "embedding",
     "gelu_tanh_mul",
     "linear",
+    "most_likely",
     "normalize",
     "pack_linear",
     "paged_attention",
@@ -63,6 +64,11 @@ def linear(
 def embedding(ids: Tensor, weight: Tensor | PackedLinear, scale: float = 1.0) -> Tensor:
     found = F.embedding(ids, weight.weight if isinstance(weight, PackedLinear) else weight)
     return found if scale == 1.0 else found * scale
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    maxima, places = logits.max(dim=-1)  # not a number counts as the largest
+    return places.masked_fill_(~maxima.isfinite(), -1)
 
 
 def stack_layers(

@@ -38,6 +38,9 @@ class TensorComm(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """The stage's `x` [..., n], joined along the last dimension in tp_rank order: [..., tp_size * n]."""
 
+    def gather(self, x: Tensor) -> Tensor:
+        """`all_gather` for tp_rank 0 alone; every other rank gets its own `x`."""
+
     def send_next(self, x: Tensor) -> None:
         """Start sending `x` [num_tokens, hidden_size] to the same tp_rank of the next stage.
 

@@ -25,14 +25,16 @@ def is_crowded(world: MPI.Intracomm) -> bool:
     return len(masks) > functools.reduce(operator.or_, masks).bit_count()
 
 
-def cores_of_this_rank(world: MPI.Intracomm) -> int:
-    """This rank's share of the cores it may run on, at least 1; ranks bound to cores of their own share none.
+def threads_of_this_rank(world: MPI.Intracomm) -> int:
+    """How many threads this rank should compute with; collective.
 
-    Collective.
+    Its share of the cores that it may run on; ranks bound to cores of their own share none. Where ranks are more than
+    cores, two: those of a stage wait for each other, and a core that one leaves is then used by the one it waits for.
     """
     own = _own_mask()
     sharing = sum(1 for mask in _masks_here(world) if mask & own)
-    return max(1, own.bit_count() // sharing)
+    cores = own.bit_count()
+    return cores // sharing if sharing <= cores else min(2, cores)
 
 
 def _own_mask() -> int:

@@ -82,6 +82,11 @@ class Waiter:
         self._hook: Hook = do_nothing
         self._in_hook = False
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a wait gives its core up soon, because there are more ranks than cores."""
+        return self._spin_s <= SPIN_CROWDED_S
+
     def set_hook(self, hook: Hook) -> None:
         self._hook = hook
 

@@ -30,6 +30,9 @@ class Collectives(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """See `TensorComm.all_gather`."""
 
+    def gather(self, x: Tensor) -> Tensor:
+        """See `TensorComm.gather`."""
+
 
 MakeCollectives = Callable[[MPI.Intracomm, Waiter], Collectives]
 """Collective over the communicator of a stage."""
@@ -68,6 +71,9 @@ class MpiTensorComm:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._collectives.all_gather(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._collectives.gather(x)
 
     def send_next(self, x: Tensor) -> None:
         if self._send is None:

@@ -52,6 +52,19 @@ class MpiGroup:
             return x.repeat_interleave(self._comm.size, dim=-1)
         return torch.cat(self._gather(x.contiguous()), dim=-1)
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Join along the last dimension on the first rank; see `TensorComm.gather`."""
+        if not self._others or x.numel() == 0:
+            return self.all_gather(x) if self._comm.rank == 0 else x
+        own = x.contiguous()
+        if self._comm.rank == 0:
+            parts = self._slots(own)
+            requests = [self._comm.Irecv([as_bytes(parts[rank]), MPI.BYTE], rank) for rank in self._others]
+        else:
+            requests = [self._comm.Isend([as_bytes(own), MPI.BYTE], 0)]
+        self._waiter.until(lambda: MPI.Request.Testall(requests))
+        return torch.cat(parts, dim=-1) if self._comm.rank == 0 else x
+
     def _sum_whole(self, x: Tensor) -> None:
         """One round: everyone gets everything. The fastest for small tensors."""
         x.copy_(_sum_in_order(self._gather(x)))

@@ -31,7 +31,7 @@ def collectives_with(kernels: Kernels) -> MakeCollectives:
 
     def make(comm: MPI.Intracomm, waiter: Waiter) -> Collectives:
         over_mpi = MpiGroup(comm, waiter)
-        group = _open_group(comm) if comm.size > 1 and share_one_host(comm) else None
+        group = _open_group(comm, waiter.is_crowded) if comm.size > 1 and share_one_host(comm) else None
         return over_mpi if group is None else SharedCollectives(kernels, group, over_mpi)
 
     return make
@@ -59,12 +59,18 @@ class SharedCollectives:
         joined = self._kernels.all_gather(rows, self.shared)
         return joined.view(*x.shape[:-1], joined.shape[-1])
 
+    def gather(self, x: Tensor) -> Tensor:
+        """See `TensorComm.gather`."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        joined = self._kernels.gather(rows, self.shared)
+        return x if joined is None else joined.view(*x.shape[:-1], joined.shape[-1])
 
-def _open_group(comm: MPI.Intracomm) -> SharedGroup | None:
+
+def _open_group(comm: MPI.Intracomm, is_crowded: bool) -> SharedGroup | None:
     """A segment that all ranks of `comm` have opened, None where one of them cannot; collective."""
     path = _create(comm.size) if comm.rank == 0 else None
     name = exchange(comm, str(path or "").encode())[0].decode()
-    group = _open(Path(name), comm) if name else None
+    group = _open(Path(name), comm, is_crowded) if name else None
     everyone = all(exchange(comm, b"opened" if group is not None else b""))
     if path is not None:
         path.unlink()
@@ -80,10 +86,10 @@ def _create(num_ranks: int) -> Path | None:
         return None
 
 
-def _open(path: Path, comm: MPI.Intracomm) -> SharedGroup | None:
+def _open(path: Path, comm: MPI.Intracomm, is_crowded: bool) -> SharedGroup | None:
     from fastserve_kernels.shared import SharedGroup
 
     try:
-        return SharedGroup(path, comm.rank, comm.size)
+        return SharedGroup(path, comm.rank, comm.size, is_crowded=is_crowded)
     except (OSError, ValueError):  # ranks in containers with shared memory of their own
         return None

@@ -79,6 +79,11 @@ class TorchTensorComm:
         dist.all_gather(parts, x.contiguous(), group=self._stage_group)
         return torch.cat(parts, dim=-1)
 
+    def gather(self, x: Tensor) -> Tensor:
+        """As quick as any: NCCL has no gather of its own."""
+        joined = self.all_gather(x)
+        return joined if self._topology.tp_rank == 0 else x
+
     def send_next(self, x: Tensor) -> None:
         rank = self._topology.next_rank
         if rank is None:

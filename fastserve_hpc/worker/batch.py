@@ -55,6 +55,8 @@ class Batch:
     """Where their logits lie among the R rows."""
     scored: tuple[ScoredRange, ...]
     """Prompt positions to be scored."""
+    takes_most_likely: bool = False
+    """Every one of the R rows, and there are some, wants its most likely token and nothing else."""
 
 
 class _Buffer:
@@ -111,6 +113,7 @@ class BatchBuilder:
         max_seq_len = int(ends.max())
         width = -(-max_seq_len // self._table.block_size)
         sample_rows, sampled_rows, scored = _logit_rows(slices, sequences, query_start)
+        sampled = tuple((s, piece.end) for s, piece in zip(sequences, slices, strict=True) if piece.samples)
         return Batch(
             token_ids=self._token_ids.put(self._table.tokens[token_rows, positions]),
             positions=self._positions.put(positions),
@@ -125,9 +128,10 @@ class BatchBuilder:
             max_query_len=int(lens.max()),
             max_seq_len=max_seq_len,
             is_decode=len(token_rows) == len(slices),
-            sampled=tuple((s, piece.end) for s, piece in zip(sequences, slices, strict=True) if piece.samples),
+            sampled=sampled,
             sampled_rows=sampled_rows,
             scored=scored,
+            takes_most_likely=bool(sampled) and not scored and all(s.takes_most_likely for s, _ in sampled),
         )
 
     def _check(self, plan: IterationPlan) -> None:

@@ -30,11 +30,18 @@ class OutputReader:
         for request_id in request_ids:
             self._next_scores.pop(request_id, None)
 
-    def read(self, plan_id: int, batch: Batch, logits: torch.Tensor) -> IterationResult:
-        """The result for `logits` [R, vocab_size] of the batch's sample rows; they are overwritten.
+    def read(self, plan_id: int, batch: Batch, output: torch.Tensor) -> IterationResult:
+        """The result for `output` of the batch's sample rows: logits [R, vocab_size], which are overwritten, or
+        tokens [R].
 
         New tokens are noted in the table, so that a later plan may leave them out.
         """
+        if output.dtype == torch.int64:
+            failed = self._note(batch, token_ids := output.tolist())
+            return IterationResult(plan_id, token_ids=tuple(token_ids), errors=_errors(failed))
+        return self._read_logits(plan_id, batch, output)
+
+    def _read_logits(self, plan_id: int, batch: Batch, logits: torch.Tensor) -> IterationResult:
         scores = tuple((r.sequence.request_id, self._score(r, logits)) for r in batch.scored)
         if len(batch.sampled_rows) != len(logits):
             logits = logits[torch.from_numpy(batch.sampled_rows).to(logits.device)]
@@ -46,18 +53,24 @@ class OutputReader:
         token_ids = samples.token_ids if samples else []
         logprobs = samples.logprobs if samples else []
         failed = {request_id for request_id, entries in scores if any(e and math.isnan(e.logprob) for e in entries)}
-        for (sequence, position), token_id in zip(batch.sampled, token_ids, strict=True):
-            if token_id == NO_TOKEN:
-                failed.add(sequence.request_id)
-            else:
-                self._table.append(sequence, position, token_id)
+        failed |= self._note(batch, token_ids)
         return IterationResult(
             plan_id,
             token_ids=tuple(token_ids),
             logprobs=tuple(logprobs) if any(logprobs) else (),
             prompt_logprobs=scores,
-            errors=tuple((request_id, _NOT_NUMBERS) for request_id in sorted(failed)),
+            errors=_errors(failed),
         )
+
+    def _note(self, batch: Batch, token_ids: list[int]) -> set[int]:
+        """Note the new tokens; the requests that got none."""
+        failed = set()
+        for (sequence, position), token_id in zip(batch.sampled, token_ids, strict=True):
+            if token_id == NO_TOKEN:
+                failed.add(sequence.request_id)
+            else:
+                self._table.append(sequence, position, token_id)
+        return failed
 
     def _score(self, scored: ScoredRange, logits: torch.Tensor) -> tuple[TokenLogprobs | None, ...]:
         sequence = scored.sequence
@@ -69,3 +82,7 @@ class OutputReader:
         if end_position > scored.end:
             self._next_scores[sequence.request_id] = others.pop()
         return (first, *others)
+
+
+def _errors(failed: set[int]) -> tuple[tuple[int, str], ...]:
+    return tuple((request_id, _NOT_NUMBERS) for request_id in sorted(failed))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastserve_hpc.core.request import SamplingParams
+from fastserve_hpc.worker.greedy import is_greedy
 from fastserve_hpc.worker.sequences import IntArray
 
 NO_TOKEN = -1
 """Sampled where the logits are not numbers, or no token is allowed."""
-_GREEDY_BELOW = 1e-5
-"""A lower temperature would only turn the rounding errors of the logits into choices."""
 
 
 class SampleRow(NamedTuple):
@@ -28,4 +27,4 @@ class SampleRow(NamedTuple):
 
     @property
     def is_greedy(self) -> bool:
-        return (self.sampling.temperature or 0.0) < _GREEDY_BELOW or self.sampling.top_k == 1
+        return is_greedy(self.sampling)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from fastserve_hpc.core.plan import NewRequest, SequenceSlice
 from fastserve_hpc.core.request import SamplingParams
+from fastserve_hpc.worker.greedy import takes_most_likely
 
 IntArray = npt.NDArray[np.int32]
 
@@ -33,6 +34,8 @@ class Sequence:
     row: int
     num_tokens: int
     """Tokens known: the prompt and the output so far."""
+    takes_most_likely: bool = False
+    """Of its parameters; see `greedy.takes_most_likely`."""
     num_blocks: int = 0
     num_scored: int = 0
     """Prompt positions whose log-probabilities have been reported or are not wanted (`SamplingParams`)."""
@@ -78,8 +81,11 @@ class SequenceTable:
             self._grow()
         row = self._free_rows.pop()
         self.tokens[row, :count] = new.prompt
-        sequence = Sequence(new.request_id, new.sampling, new.choice, count, row, count)
-        sequence.num_scored = min(new.sampling.prompt_logprobs_from, count - 1)
+        sampling = new.sampling
+        sequence = Sequence(
+            new.request_id, sampling, new.choice, count, row, count, takes_most_likely=takes_most_likely(sampling)
+        )
+        sequence.num_scored = min(sampling.prompt_logprobs_from, count - 1)
         self._sequences[new.request_id] = sequence
         return sequence
 

@@ -28,7 +28,8 @@ class StageModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def forward(self, batch: Batch, kv: KVCache, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states [T, hidden_size], or on the last stage logits [R, vocab_size] float32.
+        """Hidden states [T, hidden_size]; on the last stage logits [R, vocab_size] float32, of which ranks other than
+        tp_rank 0 may have a part; or tokens [R] int64 where `batch.takes_most_likely`, -1 for what is not a number.
 
         `hidden` is the stage before's output, None on the first stage.
         """
@@ -107,10 +108,15 @@ class Worker:
 
         It spreads to every column, so one is looked at. Such a request ends, and shares its blocks with no other.
         """
-        column = output[:, 0]
-        if math.isfinite(float(column.sum())):  # one operation where all is well, which is nearly always
-            return
-        finite = column.isfinite()
+        if output.dtype == torch.int64:  # tokens
+            finite = output >= 0
+            if bool(finite.all()):
+                return
+        else:
+            column = output[:, 0]
+            if math.isfinite(float(column.sum())):  # one operation where all is well, which is nearly always
+                return
+            finite = column.isfinite()
         rows = batch.sample_rows if self._topology.is_last_stage else torch.arange(batch.num_tokens)
         broken = torch.searchsorted(batch.query_start, rows.to(finite.device)[~finite], right=True) - 1
         for i in sorted(set(broken.tolist())):

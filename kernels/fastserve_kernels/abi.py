@@ -109,6 +109,7 @@ class SharedGroupState(ctypes.Structure):
         *((name, INT64) for name in ("rank", "num_ranks", "slot_bytes")),
         ("num_arrivals", ctypes.c_uint32),
         ("num_calls", ctypes.c_uint32),
+        ("num_looks", INT64),
     ]
 
 

@@ -15,6 +15,8 @@ from fastserve_kernels.abi import AllGatherArgs, AllReduceArgs, SharedGroupState
 from fastserve_kernels.base import KernelBase, check
 
 DEFAULT_SLOT_BYTES = 1 << 20
+_LOOKS, _LOOKS_CROWDED = 400, 40
+"""At a rank that is late, before sleeping: some 20 us, and 2 where the core is then needed by a rank that has none."""
 
 
 def create_segment(num_ranks: int, slot_bytes: int = DEFAULT_SLOT_BYTES, directory: Path = Path("/dev/shm")) -> Path:
@@ -38,9 +40,19 @@ def _segment_bytes(num_ranks: int, slot_bytes: int) -> int:
 
 
 class SharedGroup:
-    """One rank's view of a segment. All ranks make the same calls in the same order."""
+    """One rank's view of a segment. All ranks make the same calls in the same order.
 
-    def __init__(self, path: Path, rank: int, num_ranks: int, slot_bytes: int = DEFAULT_SLOT_BYTES) -> None:
+    `is_crowded`: there are more ranks than cores, so that waiting must not keep a core for long.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        num_ranks: int,
+        slot_bytes: int = DEFAULT_SLOT_BYTES,
+        is_crowded: bool = False,
+    ) -> None:
         check(0 <= rank < num_ranks, f"rank {rank} is not in 0..{num_ranks - 1}")
         check(slot_bytes > 0 and slot_bytes % 64 == 0, f"slot_bytes {slot_bytes} is not a multiple of 64")
         size = _segment_bytes(num_ranks, slot_bytes)
@@ -50,11 +62,17 @@ class SharedGroup:
         self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.rank = rank
         self.num_ranks = num_ranks
-        self.state = SharedGroupState(self._memory.data_ptr(), rank, num_ranks, slot_bytes)
+        self.state = SharedGroupState(
+            self._memory.data_ptr(),
+            rank,
+            num_ranks,
+            slot_bytes,
+            num_looks=_LOOKS_CROWDED if is_crowded else _LOOKS,
+        )
 
 
 class SharedKernels(KernelBase):
-    """Waits spin briefly, then yield the processor, then nap; the interpreter lock is free meanwhile."""
+    """Waits spin briefly, then sleep; the interpreter lock is free meanwhile."""
 
     def all_reduce(self, x: Tensor, group: SharedGroup) -> Tensor:
         """Contiguous bf16 or float32 `x` becomes the sum over ranks: in float32, in rank order, rounded once."""
@@ -62,6 +80,15 @@ class SharedKernels(KernelBase):
         args = AllReduceArgs(ctypes.pointer(group.state), x.data_ptr(), x.numel(), x.dtype == torch.float32)
         self._run("all_reduce", args)
         return x
+
+    def gather(self, x: Tensor, group: SharedGroup) -> Tensor | None:
+        """`all_gather` for the first rank alone: None on the others."""
+        if group.rank == 0:
+            return self.all_gather(x, group)
+        check(x.is_contiguous() and x.dim() == 2, "x must be contiguous [rows, n]")
+        row_bytes = x.shape[1] * x.element_size()
+        self._run("all_gather", AllGatherArgs(ctypes.pointer(group.state), x.data_ptr(), None, x.shape[0], row_bytes))
+        return None
 
     def all_gather(self, x: Tensor, group: SharedGroup, *, out: Tensor | None = None) -> Tensor:
         """Contiguous `x` [rows, n] of every rank side by side, in rank order: [rows, num_ranks * n]."""

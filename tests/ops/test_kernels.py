@@ -182,3 +182,17 @@ def test_stacked_layers_give_the_bits_of_single_operations(ops: KernelOps) -> No
     found = stack(stack(hidden.clone(), caches[1], plan, range(2)), caches[1], plan, range(2, 3))
     assert torch.equal(found, expected)
     assert torch.equal(caches[0], caches[1])
+
+
+@pytest.mark.parametrize("n", [1, 19, 4099])
+def test_most_likely(ops: KernelOps, n: int) -> None:
+    logits = torch.randint(-5, 5, (6, n)).float()
+    logits[1] = -torch.inf
+    logits[2, -1] = torch.inf
+    logits[3, n // 2] = torch.nan
+    logits[4, : n // 2] = -torch.inf
+    expected = reference.most_likely(logits)
+    assert expected.dtype == torch.int64
+    assert expected[1:4].tolist() == [-1, -1, -1]
+    assert expected[4] == n // 2 + logits[4, n // 2 :].argmax()
+    assert torch.equal(ops.most_likely(logits), expected)

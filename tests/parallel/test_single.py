@@ -11,6 +11,7 @@ def test_sums_and_joins_over_one_rank_are_the_tensor_itself():
     comm = SingleComm()
     assert comm.all_reduce(x) is x
     assert comm.all_gather(x) is x
+    assert comm.gather(x) is x
 
 
 def test_there_is_no_other_stage():

@@ -145,3 +145,30 @@ def test_prompt_that_would_be_scored_with_a_gap_is_refused() -> None:
     )
     with pytest.raises(PlanError, match="prompt_logprobs need 0 first"):
         builder.build(IterationPlan(1, (SequenceSlice(1, 2, 2, 0, (1,)),)))
+
+
+PLAIN = SamplingParams(temperature=0.0, seed=0, max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (PLAIN, True),
+        (replace(PLAIN, temperature=None), True),
+        (replace(PLAIN, temperature=0.7, top_k=1), True),
+        (replace(PLAIN, stop_token_ids=(2,)), True),
+        (replace(PLAIN, temperature=0.7), False),
+        (replace(PLAIN, logprobs=0), False),
+        (replace(PLAIN, prompt_logprobs=0), False),
+        (replace(PLAIN, repetition_penalty=1.1), False),
+        (replace(PLAIN, presence_penalty=0.1), False),
+        (replace(PLAIN, frequency_penalty=-0.1), False),
+        (replace(PLAIN, logit_bias={3: 1.0}), False),
+        (replace(PLAIN, min_tokens=1, stop_token_ids=(2,)), False),
+    ],
+)
+def test_batch_whose_requests_only_want_the_most_likely_token(sampling: SamplingParams, expected: bool) -> None:
+    builder = BatchBuilder(table_with({1: [1, 2]}, sampling), max_tokens=16, max_seqs=4, device=CPU)
+    sampling_slice = SequenceSlice(1, 0, 2, 0, (1,), samples=True)
+    assert builder.build(IterationPlan(1, (sampling_slice,))).takes_most_likely == expected
+    assert not builder.build(IterationPlan(2, (SequenceSlice(1, 0, 2, 1),))).takes_most_likely  # nobody samples

@@ -240,24 +240,27 @@ def test_logprobs_stand_beside_the_tokens_of_those_who_want_them() -> None:
 
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes the tiny model's logits NaN in one row."""
+    """Makes the tiny model's logits, or what it says of them, NaN in one row."""
     forward = TinyModel.forward
 
     def install(row: int) -> None:
         def spoilt(self: TinyModel, *args: object) -> torch.Tensor:
-            logits = forward(self, *args)  # type: ignore[arg-type]
-            logits[row] = torch.nan
-            return logits
+            output = forward(self, *args)  # type: ignore[arg-type]
+            output[row] = torch.nan if output.is_floating_point() else -1
+            return output
 
         monkeypatch.setattr(TinyModel, "forward", spoilt)
 
     return install
 
 
-def test_output_that_is_no_number_is_the_error_of_its_request_only(spoil: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_output_that_is_no_number_is_the_error_of_its_request_only(
+    spoil: Callable[[int], None], logprobs: int | None
+) -> None:
     spoil(1)
     one = coordinator()
-    new = tuple(new_request(i, PROMPT, replace(GREEDY, logprobs=1)) for i in (1, 2))
+    new = tuple(new_request(i, PROMPT, replace(GREEDY, logprobs=logprobs)) for i in (1, 2))
     pieces = [one.slots.slice(i, 0, 7, samples=True) for i in (1, 2)]
     result = one.plan(*pieces, new_requests=new)
     assert result.token_ids == (expected_greedy(PROMPT, 1)[0], -1)

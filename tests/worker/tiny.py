@@ -9,6 +9,7 @@ import torch
 
 from fastserve_hpc.core.plan import NewRequest, SequenceSlice
 from fastserve_hpc.core.request import SamplingParams
+from fastserve_hpc.ops import reference
 from fastserve_hpc.parallel.topology import Topology
 from fastserve_hpc.worker.batch import Batch
 from fastserve_hpc.worker.kv_cache import KVCache, KVShape, KVSize
@@ -45,7 +46,8 @@ class TinyModel:
         pages = kv.layer(0)
         pages[batch.slot_ids // BLOCK_SIZE, 0, 0, batch.slot_ids % BLOCK_SIZE, 0] = ids
         rows = [self._logits(batch, kv, row) for row in batch.sample_rows.tolist()]
-        return torch.stack(rows) if rows else torch.zeros(0, VOCAB_SIZE)
+        logits = torch.stack(rows) if rows else torch.zeros(0, VOCAB_SIZE)
+        return reference.most_likely(logits) if batch.takes_most_likely else logits
 
     def _logits(self, batch: Batch, kv: KVCache, row: int) -> torch.Tensor:
         i = int(torch.searchsorted(batch.query_start, row, right=True)) - 1

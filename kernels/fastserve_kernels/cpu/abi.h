@@ -123,6 +123,7 @@ struct SharedGroup {
   uint8_t* segment;
   int64_t rank, num_ranks, slot_bytes;
   uint32_t num_arrivals, num_calls;  // how often this rank has arrived, and called
+  int64_t num_looks;                 // at a rank that is late, before going to sleep
 };
 
 struct AllReduceArgs {
@@ -135,7 +136,7 @@ struct AllReduceArgs {
 struct AllGatherArgs {
   SharedGroup* group;
   const uint8_t* x;  // [rows, row_bytes]
-  uint8_t* out;      // [rows, num_ranks * row_bytes]
+  uint8_t* out;      // [rows, num_ranks * row_bytes], or null: this rank only gives
   int64_t rows, row_bytes;
 };
 

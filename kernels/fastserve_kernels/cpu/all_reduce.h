@@ -30,7 +30,7 @@ class SharedCall {
     Arrivals& own = arrivals(g_.rank);
     __atomic_store_n(&own.count, target, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST) > 0) futex(&own.count, FUTEX_WAKE, INT_MAX);
-    for (int64_t rank = 0; rank < g_.num_ranks; ++rank) wait(arrivals(rank), target);
+    for (int64_t rank = 0; rank < g_.num_ranks; ++rank) wait(arrivals(rank), target, g_.num_looks);
   }
 
  private:
@@ -39,7 +39,6 @@ class SharedCall {
     uint32_t count;
     uint32_t sleepers;
   };
-  static constexpr int kPauses = 400;  // some 10 us: longer, and a rank without a core of its own keeps others from theirs
 
   Arrivals& arrivals(int64_t rank) const { return *reinterpret_cast<Arrivals*>(g_.segment + rank * 64); }
 
@@ -47,9 +46,9 @@ class SharedCall {
     syscall(SYS_futex, word, operation, value, nullptr, nullptr, 0);
   }
 
-  static void wait(Arrivals& other, uint32_t target) {
+  static void wait(Arrivals& other, uint32_t target, int64_t num_looks) {
     const auto behind = [&](uint32_t count) { return static_cast<int32_t>(count - target) < 0; };
-    for (int i = 0; i < kPauses; ++i) {
+    for (int64_t i = 0; i < num_looks; ++i) {
       if (!behind(__atomic_load_n(&other.count, __ATOMIC_ACQUIRE))) return;
       _mm_pause();
     }
@@ -78,7 +77,8 @@ static inline void sum_slots(const SharedCall& call, int64_t num_ranks, int64_t 
 }
 
 // Large sums are shared out: each rank adds one part and all read the parts. The result is the same either way.
-constexpr int64_t kShareOut = 32 << 10;
+// For less than this, from all ranks together, meeting once more costs more than every rank's adding all.
+constexpr int64_t kShareOut = 512 << 10;
 
 template <class T>
 static void all_reduce_piece(SharedGroup& group, T* x, int64_t n) {
@@ -86,7 +86,7 @@ static void all_reduce_piece(SharedGroup& group, T* x, int64_t n) {
   const size_t bytes = static_cast<size_t>(n) * sizeof(T);
   __builtin_memcpy(call.slot(group.rank), x, bytes);
   call.meet();
-  if (static_cast<int64_t>(bytes) < kShareOut) return sum_slots(call, group.num_ranks, 0, n, x);
+  if (static_cast<int64_t>(bytes) * group.num_ranks < kShareOut) return sum_slots(call, group.num_ranks, 0, n, x);
 
   const auto part = [&](int64_t rank) { return n / 16 * rank / group.num_ranks * 16; };
   const auto part_end = [&](int64_t rank) { return rank + 1 == group.num_ranks ? n : part(rank + 1); };
@@ -130,6 +130,7 @@ static void all_gather(Pool*, const AllGatherArgs& a) {
       };
       copy(call.slot(group.rank), bytes, a.x + row * a.row_bytes + column, a.row_bytes);
       call.meet();
+      if (a.out == nullptr) continue;
       const int64_t out_stride = group.num_ranks * a.row_bytes;
       for (int64_t rank = 0; rank < group.num_ranks; ++rank) {
         copy(a.out + row * out_stride + rank * a.row_bytes + column, out_stride, call.slot(rank), bytes);

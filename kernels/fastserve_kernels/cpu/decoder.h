@@ -95,7 +95,7 @@ class Decoder {
       sum_slots<float>(call, num_ranks, t * n, (t + 1) * n, sums);
       add_row(sums, norm, hidden_row(first + t));
     };
-    if (rows * n * static_cast<int64_t>(sizeof(float)) < kShareOut) return for_rows(0, rows, sum_row);
+    if (num_ranks * rows * n * static_cast<int64_t>(sizeof(float)) < kShareOut) return for_rows(0, rows, sum_row);
 
     const auto part = [&](int64_t rank) { return rows * rank / num_ranks; };
     // A row's hidden state takes the place of this rank's share of its sum, which nobody else reads.

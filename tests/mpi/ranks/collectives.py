@@ -50,6 +50,8 @@ def check_all_gather(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> N
     parts = [part(seed, rank, shape, dtype) for rank in topology.stage_ranks]
     x = parts[topology.tp_rank].clone()
     assert torch.equal(comm.all_gather(x), torch.cat(parts, dim=-1))
+    joined = comm.gather(x)
+    assert torch.equal(joined, torch.cat(parts, dim=-1) if topology.tp_rank == 0 else x)
     assert torch.equal(x, parts[topology.tp_rank])
 
 
