@@ -40,6 +40,7 @@ class FakeServer:
     errors: dict[str, list[BaseException]] = field(default_factory=dict)
     """What prompts with this text in them meet, one after the other, before they are answered."""
     drained: list[bool] = field(default_factory=list)
+    steered: list[float] = field(default_factory=list)
     status: EngineStatus = STATUS
     in_flight: int = 0
     most_in_flight: int = 0
@@ -145,6 +146,9 @@ class FakeAsyncClient:
 
     async def status(self) -> EngineStatus:
         return self.server.current_status()
+
+    async def steer(self, slowdown: float) -> None:
+        self.server.steered.append(slowdown)
 
     async def __aenter__(self) -> FakeAsyncClient:
         return self

@@ -167,7 +167,9 @@ def _plain_item(line: Line, fields: dict[str, Any]) -> BatchItem:
 def _score_item(line: Line, fields: dict[str, Any]) -> BatchItem:
     for name in ("context", "continuation"):
         if name not in fields:
-            raise RequestError(f"{name} is missing: a line of score holds context and continuation")
+            is_other = not fields.keys().isdisjoint(("prompt", "messages", "body"))
+            cure = "; for prompts use fastserve-hpc batch" if is_other else ""
+            raise RequestError(f"{name} is missing: a line of score holds context and continuation{cure}")
     custom_id = _custom_id(line, fields)
     return BatchItem(line.line_index, custom_id, parse_score(fields), _extra("score", fields), line.file, line.number)
 

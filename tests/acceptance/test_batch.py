@@ -284,18 +284,20 @@ def oracle() -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(**where)
 
 
+def harness_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Token ids of both, as lm-evaluation-harness has them."""
+    num_spaces = len(context) - len(context.rstrip())
+    if num_spaces > 0:
+        continuation, context = context[-num_spaces:] + continuation, context[:-num_spaces]
+    before, whole = (tokenizer.encode(text, add_special_tokens=False) for text in (context, context + continuation))
+    return before or [tokenizer.bos_token_id], whole[len(before) :]
+
+
 def harness(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
     """Log-likelihood and is_greedy as lm-evaluation-harness computes them, one pair at a time."""
     import torch
 
-    num_spaces = len(context) - len(context.rstrip())
-    if num_spaces > 0:
-        continuation, context = context[-num_spaces:] + continuation, context[:-num_spaces]
-    before = tokenizer.encode(context, add_special_tokens=False)
-    whole = tokenizer.encode(context + continuation, add_special_tokens=False)
-    after = whole[len(before) :]
-    if not before:
-        before = [tokenizer.bos_token_id]
+    before, after = harness_pair(tokenizer, context, continuation)
     with torch.inference_mode():
         logits = model(torch.tensor([[*before, *after][:-1]])).logits[0, len(before) - 1 :]
     scores = torch.log_softmax(logits.double(), -1)
@@ -308,17 +310,19 @@ def pairs_of_texts(model: Any, tokenizer: Any, count: int) -> list[tuple[str, st
     import torch
 
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
-    rng, pairs = random.Random(5), []
-    for i in range(count):
+    rng = random.Random(5)
+    pairs: list[tuple[str, str]] = [("", "Paris is the capital"), ("Spaces at the end  ", "and more")]
+    while len(pairs) < count:
         start = rng.randrange(len(text) - 300)
-        middle = start + rng.randint(0 if i == 7 else 5, 120)
-        context, continuation = text[start:middle], text[middle : middle + rng.randint(20, 60)]
-        if i % 2 == 0:
+        middle = start + rng.randint(5, 120)
+        context, continuation = text[start:middle], text[middle : middle + rng.randint(3, 60)]
+        if len(pairs) % 2 == 0:
             context = context.rstrip() or "The"
             with torch.inference_mode():
                 logits = model(torch.tensor([tokenizer.encode(context, add_special_tokens=False)])).logits[0, -1]
             continuation = tokenizer.decode([int(logits.argmax())])
-        pairs.append((context if i != 11 else "", continuation))
+        if harness_pair(tokenizer, context, continuation)[1]:  # in the middle of a word it may have no token of its own
+            pairs.append((context, continuation))
     return pairs
 
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_files import items, open_output, records
+from batch_files import item, items, open_output, records
 from fake_client import FakeAsyncClient, FakeServer
 
 from fastserve_hpc.batch import server as server_module
@@ -52,6 +53,26 @@ def test_every_item_is_answered_as_class_batch(server: FakeServer, tmp_path: Pat
     assert results(tmp_path / "out")["id-7"]["response"]["body"]["choices"][0]["text"] == "echo prompt"
     assert all(r["service_class"] == "batch" and r["seed"] == 5 for r in server.requests)
     assert (counts.summary()["ttft_s"]["p50"] is not None) == wants_ttft
+
+
+def test_what_requests_may_cost_others_is_told_and_changed(server: FakeServer, tmp_path: Path) -> None:
+    run(tmp_path / "out", items(1), slowdown=1.5)
+    assert [request["slowdown"] for request in server.requests] == [1.5]
+    told = BatchServer(FakeAsyncClient(), "fake", slowdown=1.5)
+    for slowdown in (1.5, 8.0, 8.0):
+        asyncio.run(told.steer(slowdown))
+    assert server.steered == [8.0]
+    asyncio.run(told.answer(item(1)))
+    assert server.requests[-1]["slowdown"] == 8.0
+
+
+def test_what_the_server_counted_is_what_is_new(server: FakeServer) -> None:
+    before = replace(server.status, details={"prefix_tokens": 10.0, "energy_j": 5.0})
+    asked = BatchServer(FakeAsyncClient(), "fake")
+    server.status = replace(before, preemptions=before.preemptions + 2, details={"prefix_tokens": 14.0})
+    assert asyncio.run(asked.used_since(before)) == {"preemptions": 2.0, "prefix_tokens": 4.0}
+    server.status = replace(before, uptime_s=0.5)  # another server
+    assert asyncio.run(asked.used_since(before)) == {}
 
 
 def test_no_more_than_in_flight_at_a_time(server: FakeServer, tmp_path: Path) -> None:
