@@ -22,4 +22,10 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, const Device **handle)
     return 6; /* NVML_ERROR_NOT_FOUND */
 }
 
+int nvmlDeviceGetTotalEnergyConsumption(const Device *handle, unsigned long long *millijoules)
+{
+    *millijoules = 5 * handle->memory.free;
+    return handle->uuid[0] == 'M' ? 3 : 0; /* NVML_ERROR_NOT_SUPPORTED */
+}
+
 int nvmlDeviceGetMemoryInfo(const Device *handle, Memory *memory) { *memory = handle->memory; return 0; }

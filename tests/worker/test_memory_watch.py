@@ -20,7 +20,8 @@ import sys
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.worker.memory_watch import NvmlMemory
 try:
-    print(NvmlMemory(sys.argv[1])())
+    nvml = NvmlMemory(sys.argv[1])
+    print(nvml(), nvml.energy_j())
 except ConfigError as error:
     print("refused:", error)
 """
@@ -46,15 +47,15 @@ def ask_nvml(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize(
-    ("uuid", "free"),
+    ("uuid", "free", "energy_j"),
     [
-        ("11111111-1111-1111-1111-111111111111", "1000"),  # as CUDA names it
-        ("GPU-22222222-2222-2222-2222-222222222222", "2000"),
-        ("33333333-3333-3333-3333-333333333333", "3000"),  # a MIG slice
+        ("11111111-1111-1111-1111-111111111111", "1000", "5.0"),  # as CUDA names it
+        ("GPU-22222222-2222-2222-2222-222222222222", "2000", "10.0"),
+        ("33333333-3333-3333-3333-333333333333", "3000", "0.0"),  # a MIG slice, which counts no energy
     ],
 )
-def test_nvml_finds_the_device_by_uuid(ask_nvml: Callable[[str], str], uuid: str, free: str) -> None:
-    assert ask_nvml(uuid) == free
+def test_nvml_finds_the_device_by_uuid(ask_nvml: Callable[[str], str], uuid: str, free: str, energy_j: str) -> None:
+    assert ask_nvml(uuid) == f"{free} {energy_j}"
 
 
 def test_nvml_that_does_not_know_the_device_is_refused_with_a_cure(ask_nvml: Callable[[str], str]) -> None:
@@ -62,6 +63,13 @@ def test_nvml_that_does_not_know_the_device_is_refused_with_a_cure(ask_nvml: Cal
     assert answer.startswith("refused: GPU 44444444")
     assert "Not Found" in answer
     assert "nvidia-smi -L" in answer
+
+
+def test_energy_is_read_with_the_memory() -> None:
+    watch = MemoryWatch(lambda: 1, read_energy=lambda: 7.5)
+    assert watch.energy_j == 0
+    watch.free_bytes()
+    assert watch.energy_j == 7.5
 
 
 def test_reads_are_rate_limited() -> None:
