@@ -199,6 +199,11 @@ def _of_job(job: str, directory: Path) -> Endpoint:
         raise EndpointError(f"job {job} has {len(found)} servers: name one with --endpoint: {_names(found)}")
     if all_of_it:
         raise EndpointError(f"the server of job {job} has ended; {_alternatives(directory)}")
+    jobs = active_jobs()
+    if jobs is not None and job in jobs.job_ids:
+        raise EndpointError(
+            f"job {job} has no server yet: it waits in the queue or is starting (squeue --jobs={job}; then its log)"
+        )
     raise EndpointError(f"no server of job {job} in {directory}; {_alternatives(directory)}")
 
 

@@ -108,6 +108,14 @@ def test_of_several_those_whose_job_is_over_do_not_count(
         find(environ=environ)
 
 
+def test_a_job_that_has_not_started_is_no_mistake(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve_hpc.endpoint.active_jobs", lambda: ActiveJobs("here", frozenset({"7"})))
+    with pytest.raises(EndpointError, match=r"job 7 has no server yet: it waits in the queue .*squeue --jobs=7"):
+        find(job="7", environ=environ)
+    with pytest.raises(EndpointError, match="no server of job 8"):
+        find(job="8", environ=environ)
+
+
 def test_with_nothing_running_the_cure_is_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(EndpointError, match="start one with 'fastserve-hpc serve'"):
         find(environ={"FASTSERVE_HPC_HOME": str(tmp_path)})
