@@ -50,6 +50,8 @@ class Tiny:
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     max_tp: int = 2
+    shared: bool = True
+    """Several ranks share it in the tests; not where its family has another that differs more from the others."""
 
     def write(self, directory: Path, **changes: Any) -> Any:
         """Save it as transformers does, and return transformers' model of it in float32."""
@@ -69,22 +71,24 @@ class Tiny:
         return model.eval()
 
 
-def _opt(**settings: Any) -> Tiny:
-    return Tiny("OPT", {"ffn_dim": 97, "dropout": 0.0, "num_key_value_heads": None, **settings})
+def _opt(shared: bool = True, **settings: Any) -> Tiny:
+    return Tiny("OPT", {"ffn_dim": 97, "dropout": 0.0, "num_key_value_heads": None, **settings}, shared=shared)
 
 
 TINY: dict[str, Tiny] = {
-    "llama": Tiny("Llama"),
+    "llama": Tiny("Llama", shared=False),
     "llama, llama3 rope": Tiny("Llama", {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True}),
     "llama, linear rope": Tiny(
-        "Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}
+        "Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}, shared=False
     ),
-    "llama, yarn": Tiny("Llama", {"rope_parameters": _YARN, "num_attention_heads": 3, "num_key_value_heads": 1}, 1),
+    "llama, yarn": Tiny(
+        "Llama", {"rope_parameters": _YARN, "num_attention_heads": 3, "num_key_value_heads": 1}, 1, False
+    ),
     "mistral": Tiny("Mistral", {"sliding_window": 24, "head_dim": 10}),
-    "mistral without a window": Tiny("Mistral", {"sliding_window": None, "num_key_value_heads": 4}),
+    "mistral without a window": Tiny("Mistral", {"sliding_window": None, "num_key_value_heads": 4}, shared=False),
     "qwen2": Tiny("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2, window in the upper layers": Tiny("Qwen2", _SLIDING),
-    "qwen3": Tiny("Qwen3", {"head_dim": 14}),
+    "qwen2, window in the upper layers": Tiny("Qwen2", _SLIDING, shared=False),
+    "qwen3": Tiny("Qwen3", {"head_dim": 14}, shared=False),
     "qwen3, yarn and windows": Tiny("Qwen3", {**_SLIDING, "rope_parameters": _YARN, "head_dim": 20}),
     "gemma2": Tiny(
         "Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_hidden_layers": 3}
@@ -104,5 +108,7 @@ TINY: dict[str, Tiny] = {
     ),
     "opt": _opt(),
     "opt with norms behind, embeddings of another size": _opt(do_layer_norm_before=False, word_embed_proj_dim=30),
-    "opt without biases and last norm": _opt(enable_bias=False, _remove_final_layer_norm=True, num_hidden_layers=2),
+    "opt without biases and last norm": _opt(
+        False, enable_bias=False, _remove_final_layer_norm=True, num_hidden_layers=2
+    ),
 }

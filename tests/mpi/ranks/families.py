@@ -1,6 +1,6 @@
 """Models on 4 ranks in every layout that tests/acceptance asks for: `families.py DIRECTORY...`.
 
-Each directory holds a model and `questions.json`. Its answers go to `answers-TPxPP.json`, its logits of the first
+Each directory holds a model and `questions.json`, which says whether ranks share it. Its answers go to `answers-TPxPP.json`, its logits of the first
 prompt to `logits-TPxPP.safetensors`.
 """
 
@@ -32,10 +32,9 @@ class Layout:
         self.comm = MpiTensorComm(members, self.topology, max_link_bytes=2**20)
 
     def run(self, directory: Path) -> None:
-        spec = load_spec(directory)
-        if self.topology.tp_size not in spec.tp_sizes():
+        spec, questions = load_spec(directory), json.loads((directory / "questions.json").read_text())
+        if self.topology.world_size > 1 and not questions["shared"]:
             return
-        questions = json.loads((directory / "questions.json").read_text())
         model = load_model(ModelFiles(directory, "tiny"), spec, self.topology, self.comm, torch.float32)
         tables = SequenceTables(len(questions["prompts"]), MAX_LEN, 16)
         cache = TinyCache(tables.num_blocks, spec, self.topology, 16, torch.float32)
