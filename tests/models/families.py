@@ -49,7 +49,6 @@ class Tiny:
 
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    max_tp: int = 2
     shared: bool = True
     """Several ranks share it in the tests; not where its family has another that differs more from the others."""
 
@@ -81,9 +80,7 @@ TINY: dict[str, Tiny] = {
     "llama, linear rope": Tiny(
         "Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}, shared=False
     ),
-    "llama, yarn": Tiny(
-        "Llama", {"rope_parameters": _YARN, "num_attention_heads": 3, "num_key_value_heads": 1}, 1, False
-    ),
+    "llama, yarn": Tiny("Llama", {"rope_parameters": _YARN, "num_attention_heads": 3, "num_key_value_heads": 1}, False),
     "mistral": Tiny("Mistral", {"sliding_window": 24, "head_dim": 10}),
     "mistral without a window": Tiny("Mistral", {"sliding_window": None, "num_key_value_heads": 4}, shared=False),
     "qwen2": Tiny("Qwen2", {"tie_word_embeddings": True}),

@@ -73,7 +73,7 @@ def test_kernels_are_exact_to_bf16_and_give_the_same_bits_in_any_batch(tmp_path:
     expected = oracle_logits(oracle, ids)
     assert error(found, expected) < 1.5 * error(plain, expected) < 0.1
     assert torch.equal(in_pieces(world, ids), found)
-    if tiny.max_tp > 1:
+    if tiny.shared:
         ranks = World(tmp_path, 2, 2, torch.bfloat16, ops=ops)
         assert error(ranks.forward([(0, 0, ids)]), expected) < 1.5 * error(plain, expected)
         assert torch.equal(in_pieces(ranks, ids), ranks.forward([(0, 0, ids)]))

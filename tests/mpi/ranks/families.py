@@ -1,7 +1,7 @@
 """Models on 4 ranks in every layout that tests/acceptance asks for: `families.py DIRECTORY...`.
 
-Each directory holds a model and `questions.json`, which says whether ranks share it. Its answers go to `answers-TPxPP.json`, its logits of the first
-prompt to `logits-TPxPP.safetensors`.
+Each directory holds a model and `questions.json`, which says whether ranks share it. Its answers go to
+`answers-TPxPP.json`, its logits of the first prompt to `logits-TPxPP.safetensors`.
 """
 
 import json
