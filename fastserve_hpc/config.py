@@ -14,6 +14,7 @@ from fastserve_hpc.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 PolicyName = Literal["fcfs", "skip-join", "skip-join-paper", "mlfq"]
+KvPolicyName = Literal["proactive", "reactive", "recompute", "defer"]
 RULES = ("join", "sink", "replace", "spare", "finishing", "aging", "oldest", "hints", "classes", "sessions")
 """What --rules-off can name; docs/scheduling.md explains them."""
 
@@ -74,6 +75,12 @@ class EngineConfig:
     host_kv: int | None = option(
         None, "KV cache per rank in host memory, as in 2G. Default: as much as the device's.", size=True
     )
+    kv_policy: KvPolicyName = option(
+        "proactive",
+        "What becomes of KV when the device is full: proactive (moved to the host ahead of need), reactive (moved when "
+        "needed), recompute (given up), defer (nobody is admitted whose KV does not fit).",
+    )
+    prefix_cache: bool = option(True, "Keep the KV of prompts and answers for requests that begin alike.")
     block_size: int = option(16, "Tokens in one KV block.", limits=(1, 65536))
     max_model_len: int | None = option(
         None, "Longest prompt + answer in tokens. Default: the model's own limit.", limits=(2, 2**27)

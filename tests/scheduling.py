@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.kv_manager import KvManager
+from fastserve_hpc.core.kv_policy import KV_POLICIES
 from fastserve_hpc.core.plan import IterationPlan, IterationResult, TokenDelta
 from fastserve_hpc.core.policy.base import OrderKey, Policy
 from fastserve_hpc.core.policy.clairvoyant import Srpt
@@ -20,10 +21,10 @@ from fastserve_hpc.core.sequence import Sequence
 from fastserve_hpc.worker.fake import EOS, FakeWorker, answer
 
 
-def request(request_id: int, prompt_len: int = 8, max_tokens: int = 16, **sampling: object) -> Request:
-    """A request whose prompt differs from that of every other id."""
+def request(request_id: int, prompt_len: int = 8, max_tokens: int = 16, shared: int = 0, **sampling: object) -> Request:
+    """A request whose prompt differs from that of every other id behind the first `shared` tokens."""
     params = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0, "stop_token_ids": (EOS,), **sampling}
-    prompt = tuple((request_id * 31 + i * 7) % 256 for i in range(prompt_len))
+    prompt = tuple((request_id * 31 * (i >= shared) + i * 7) % 256 for i in range(prompt_len))
     return Request(request_id, prompt, SamplingParams(**params), **_manners(request_id))  # type: ignore[arg-type]
 
 
@@ -96,23 +97,29 @@ class Ranks:
         max_batch_tokens: int = 64,
         num_stages: int = 1,
         policy: str = "fcfs",
+        num_host_blocks: int = 0,
+        kv_policy: str = "recompute",
+        salt: bytes | None = None,
+        cost: CostModel | None = None,
     ):
         self.scheduler = Scheduler(
             POLICIES[policy](),
-            KvManager(num_blocks, block_size),
+            KvManager(num_blocks, block_size, num_host_blocks, policy=KV_POLICIES[kv_policy], salt=salt),
             max_batch=max_batch,
             max_batch_tokens=max_batch_tokens,
             num_stages=num_stages,
+            cost=cost,
         )
         self.now = 0.0
+        self._shares_prefixes = salt is not None
         self.requests: dict[int, Request] = {}
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.aborted: set[int] = set()
         self.plans: list[IterationPlan] = []
         self.preempted_in_flight = 0
-        self.first = FakeWorker(block_size, num_blocks, has_result=False)
-        self.last = FakeWorker(block_size, num_blocks)
+        self.first = FakeWorker(block_size, num_blocks, has_result=False, copies_late=True)
+        self.last = FakeWorker(block_size, num_blocks, copies_late=True)
         self._to_last: deque[IterationPlan] = deque()
         self._tables: dict[int, list[int]] = {}
         self._slots_in_use: dict[int, set[int]] = {}
@@ -136,9 +143,11 @@ class Ranks:
         preemptions = [sequence.num_preemptions for sequence in order]
         plan = self.scheduler.schedule(self.now)
         self._check_priorities(order, plan)
-        self._check_victims(order, preemptions)
+        if not self.scheduler.kv.policy.is_early and not self._shares_prefixes:
+            self._check_victims(order, preemptions)
         if plan is None or not plan.slices:
-            assert self._slots_in_use or not self.scheduler.num_running + self.scheduler.num_waiting, "nothing runs"
+            is_waiting = self._slots_in_use or self.scheduler.kv.copies_in_flight
+            assert is_waiting or not self.scheduler.request_ids(), "nothing runs"
         if plan is not None:
             self._take(plan)
         self.check()
@@ -164,12 +173,23 @@ class Ranks:
             assert report.result is not None
             assert self.scheduler.update(report.result, self.now) == []
 
+    def copy(self, count: int = 2**31, uploads_first: bool = True) -> None:
+        """Both ranks do so many of their copies, and say so."""
+        self._land_empty()
+        for worker in (self.first, self.last):
+            worker.do_copies(count, uploads_first)
+        self.scheduler.acknowledge(min(worker.report().copies_done for worker in (self.first, self.last)))
+        self.check()
+
     def run(self, max_plans: int = 100_000) -> None:
         """Until all is done; then nothing may be left anywhere."""
-        for _ in range(max_plans):
+        for turn in range(max_plans):
             plan = self.schedule()
             if self.num_in_flight and (plan is None or self.num_in_flight == self.scheduler.num_stages):
                 self.land()
+                self.copy(turn % 4, turn % 8 > 3)
+            elif plan is None and self.scheduler.kv.copies_in_flight:
+                self.copy()
             elif plan is None:
                 return self._check_end()
         raise AssertionError(f"not done after {max_plans} plans: {self.scheduler.request_ids()}")
@@ -196,12 +216,17 @@ class Ranks:
         assert plan.plan_id == len(self.plans) + 1
         self._check_limits(plan)
         used: set[int] = set()
+        written: set[int] = set()
         busy: set[int] = set().union(*self._slots_in_use.values())
         for piece in plan.slices:
-            assert busy.isdisjoint(piece.new_slots), "a slot is reused while a plan in flight uses it"
             table = [*self._tables.get(piece.request_id, ())][: piece.num_kept_blocks] + list(piece.new_slots)
             self._tables[piece.request_id] = table
-            assert used.isdisjoint(table), "two requests of a plan share a slot"
+            first = piece.start // self.scheduler.kv.block_size
+            assert written.isdisjoint(table), "a plan writes a slot that another request of it uses"
+            assert used.isdisjoint(table[first:]), "a request writes a slot that it shares"
+            if piece.num_kept_blocks:
+                assert busy.isdisjoint(piece.new_slots), "a slot is reused while a plan in flight uses it"
+            written.update(table[first:])
             used.update(table)
         self.plans.append(plan)
         self._to_last.append(plan)
@@ -219,11 +244,16 @@ class Ranks:
                 assert num_ahead < self.scheduler.max_batch
                 assert all_fit or not piece.new_slots
             num_ahead += piece is not None or sequence.awaits_sample
-            all_fit &= piece is not None or sequence.awaits_sample
+            waits = sequence.awaits_sample or not self.scheduler.kv.policy.preempts or self._is_waiting(sequence)
+            all_fit &= piece is not None or waits
+
+    def _is_waiting(self, sequence: Sequence) -> bool:
+        """For its upload, or for its prefix."""
+        return sequence.request_id in self.scheduler.kv.residents() or bool(sequence.keys)
 
     def _check_victims(self, order: list[Sequence], preemptions: list[int]) -> None:
         """Those who were preempted are the last ones, and no more than needed."""
-        running = [rank for rank, sequence in enumerate(order) if sequence.num_planned]
+        running = [rank for rank, sequence in enumerate(order) if sequence.num_blocks]
         pairs = enumerate(zip(order, preemptions, strict=True))
         victims = [rank for rank, (sequence, before) in pairs if sequence.num_preemptions > before]
         assert not victims or not running or max(running) < min(victims)
@@ -254,6 +284,7 @@ class Ranks:
     def _check_end(self) -> None:
         assert self.scheduler.is_idle
         assert self.reasons.keys() | self.aborted == self.requests.keys()
-        assert self.scheduler.kv.num_used == 0
         self._land_empty()
+        self.copy()
+        assert self.scheduler.kv.num_used == self.scheduler.kv.num_host_used == 0
         assert self.first.request_ids == self.last.request_ids == []

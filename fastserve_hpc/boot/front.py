@@ -18,6 +18,7 @@ from fastserve_hpc.boot.world import World
 from fastserve_hpc.config import EngineConfig, ServerConfig
 from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.kv_manager import KvManager
+from fastserve_hpc.core.kv_policy import KV_POLICIES
 from fastserve_hpc.core.policy import make_policy
 from fastserve_hpc.core.policy.base import Policy
 from fastserve_hpc.core.policy.by_class import ByClass
@@ -87,7 +88,16 @@ class Front:
 
     def _coordinator(self, world: World, control: Control, built: BuiltWorker, calibrated: Calibrated) -> Coordinator:
         engine, cost = self._engine, calibrated.cost
-        kv = KvManager(built.num_blocks, engine.block_size)
+        kv = KvManager(
+            built.num_blocks,
+            engine.block_size,
+            built.num_host_blocks,
+            policy=KV_POLICIES[engine.kv_policy],
+            salt=os.urandom(32) if engine.prefix_cache else None,
+            copy_costs=built.copy_costs,
+            block_bytes=built.block_bytes,
+            last_plan_id=calibrated.last_plan_id,
+        )
         scheduler = Scheduler(
             self._policy(cost),
             kv,

@@ -11,6 +11,7 @@ from fastserve_hpc.boot.heap import keep_freed_memory
 from fastserve_hpc.boot.models import ServedModel, Weights
 from fastserve_hpc.boot.world import NodePlace, World
 from fastserve_hpc.config import EngineConfig
+from fastserve_hpc.core.kv_policy import CopyCosts
 from fastserve_hpc.core.plan import IterationPlan, RankReport
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.parallel.comm import TensorComm
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fastserve_kernels.kernels import Kernels
 
     from fastserve_hpc.ops import Chosen
-    from fastserve_hpc.worker.kv_cache import KVShape, KVSize
+    from fastserve_hpc.worker.kv_cache import KVCache, KVShape, KVSize
     from fastserve_hpc.worker.memory_watch import MemoryWatch
 
 FAKE_BLOCKS = 65536
@@ -43,6 +44,12 @@ class BuiltWorker:
     worker: RankWorker
     num_blocks: int
     """KV blocks that every rank has on its device."""
+    num_host_blocks: int
+    """Those in host memory."""
+    block_bytes: int
+    """Of one block, over all ranks."""
+    copy_costs: CopyCosts
+    """Of the slowest rank."""
     max_model_len: int
     comm: TensorComm
     compute: str = ""
@@ -61,7 +68,7 @@ def build_worker(config: EngineConfig, model: ServedModel, world: World) -> Buil
 def _fake(config: EngineConfig, model: ServedModel, world: World) -> BuiltWorker:
     rank, has_result = world.topology.rank, world.topology.reports_results
     worker = FakeWorker(config.block_size, FAKE_BLOCKS, rank=rank, has_result=has_result)
-    return BuiltWorker(worker, FAKE_BLOCKS, model.limits.max_model_len, SingleComm())
+    return BuiltWorker(worker, FAKE_BLOCKS, FAKE_BLOCKS, 0, CopyCosts(), model.limits.max_model_len, SingleComm())
 
 
 def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: World) -> BuiltWorker:
@@ -90,9 +97,10 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
     shape = KVShape.of(weights.spec, world.topology, config.block_size, chosen.dtype)
     memory, size = _divide_memory(config, shape, place, device, model, world)
     max_model_len = limit_length(config, size.device_blocks, model, world)
+    kv = KVCache(shape, size, device)
     worker = Worker(
         stage,
-        KVCache(shape, size, device),
+        kv,
         world.topology,
         comm,
         memory,
@@ -100,7 +108,17 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
         max_seqs=config.max_batch,
         max_model_len=max_model_len,
     )
-    return BuiltWorker(worker, size.device_blocks, max_model_len, comm, chosen.description, chosen.dtype.itemsize)
+    return BuiltWorker(
+        worker,
+        size.device_blocks,
+        size.host_blocks,
+        world.total(shape.block_bytes),
+        _copy_costs(kv, world),
+        max_model_len,
+        comm,
+        chosen.description,
+        chosen.dtype.itemsize,
+    )
 
 
 def _choose_compute(
@@ -161,6 +179,15 @@ def _divide_memory(
         host_free_bytes=host_share if on_gpu else None,
     )
     return memory, KVSize(*world.minimum(own.device_blocks, own.host_blocks))
+
+
+def _copy_costs(kv: KVCache, world: World) -> CopyCosts:
+    """What a copy of a block takes on the slowest rank."""
+    from fastserve_hpc.worker.copies import measure
+
+    nanoseconds = (round(seconds * 1e9) for seconds in measure(kv.device_tier, kv.host_tier))
+    to_host, to_device = world.minimum(*(-value for value in nanoseconds))
+    return CopyCosts(-to_host * 1e-9, -to_device * 1e-9)
 
 
 def limit_length(config: EngineConfig, num_blocks: int, model: ServedModel, world: World) -> int:

@@ -133,13 +133,21 @@ class World:
 
     def minimum(self, *values: int) -> tuple[int, ...]:
         """The least of each value over all ranks; collective."""
+        return tuple(min(column) for column in zip(*self._exchange(values), strict=True))
+
+    def total(self, value: int) -> int:
+        """The sum over all ranks; collective."""
+        return sum(row[0] for row in self._exchange((value,)))
+
+    def _exchange(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """What every rank brings."""
         if self.mpi is None:
-            return values
+            return [values]
         from fastserve_hpc.parallel.mpi_init import exchange
 
         own = " ".join(map(str, values)).encode()
-        rows = [line.split() for line in exchange(self.mpi, own, timeout_s=None, check=self.check)]
-        return tuple(min(map(int, column)) for column in zip(*rows, strict=True))
+        rows = exchange(self.mpi, own, timeout_s=None, check=self.check)
+        return [tuple(map(int, line.split())) for line in rows]
 
 
 def check_launch(config: EngineConfig, environ: dict[str, str]) -> None:

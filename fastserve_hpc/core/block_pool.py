@@ -1,4 +1,4 @@
-"""The slots of one tier of the KV cache: which are free, held, or retiring."""
+"""The slots of one tier of the KV cache: which are free, which are held."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Hands out slots 0 .. num_slots - 1.
-
-    A slot is *free*, *held*, or *retiring*: given back, but plans in flight still use it. It is free
-    again once the last of these is done. Plans are done in the order of their ids.
-    """
+    """Hands out slots 0 .. num_slots - 1. A slot comes back once nothing uses it any more (see `BlockStore`)."""
 
     def __init__(self, num_slots: int):
-        if num_slots < 1:
-            raise ValueError(f"a pool of {num_slots} slots: at least 1 is needed")
+        if num_slots < 0:
+            raise ValueError(f"a pool of {num_slots} slots")
         self.num_slots = num_slots
         self._free = list(range(num_slots))[::-1]
         self._held: set[int] = set()
-        self._retiring: dict[int, list[int]] = {}
-        self._last_done = 0
-        self.num_retiring = 0
 
     @property
     def num_free(self) -> int:
@@ -39,28 +32,13 @@ class BlockPool:
         self._held.update(slots)
         return slots
 
-    def give_back(self, slots: Sequence[int], after_plan: int) -> None:
-        """Let go of held slots, whose last use is in plan `after_plan` (0: they were never used)."""
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Let go of held slots."""
         if not self._held.issuperset(slots):
             raise ValueError(f"slots {sorted(set(slots) - self._held)} are given back, but nobody holds them")
         self._held.difference_update(slots)
-        if after_plan <= self._last_done:
-            self._free.extend(reversed(slots))
-            return
-        self._retiring.setdefault(after_plan, []).extend(slots)
-        self.num_retiring += len(slots)
-
-    def plan_done(self, plan_id: int) -> None:
-        """Free what retired with this plan and those before it."""
-        self._last_done = plan_id
-        for after_plan in [after for after in self._retiring if after <= plan_id]:
-            slots = self._retiring.pop(after_plan)
-            self.num_retiring -= len(slots)
-            self._free.extend(reversed(slots))
+        self._free.extend(reversed(slots))
 
     def check(self) -> None:
         """Assert that every slot is in exactly one place."""
-        retiring = [slot for slots in self._retiring.values() for slot in slots]
-        assert len(retiring) == self.num_retiring
-        assert sorted([*self._free, *self._held, *retiring]) == list(range(self.num_slots))
-        assert all(after_plan > self._last_done for after_plan in self._retiring)
+        assert sorted([*self._free, *self._held]) == list(range(self.num_slots))

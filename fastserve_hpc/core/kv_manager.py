@@ -1,81 +1,372 @@
-"""Whose KV lies where: the block table of every sequence that holds memory."""
+"""Whose KV lies where: the blocks of every sequence that has any."""
 
 from __future__ import annotations
 
-from fastserve_hpc.core.block_pool import BlockPool
+from dataclasses import dataclass, field
+
+from fastserve_hpc.core.block_store import Block, BlockStore
+from fastserve_hpc.core.cost import Costs
+from fastserve_hpc.core.kv_policy import KV_POLICIES, CopyCosts, KvPolicy
+from fastserve_hpc.core.plan import BlockCopy
+from fastserve_hpc.core.prefix_cache import PrefixCache
+from fastserve_hpc.core.sequence import Sequence
+
+
+@dataclass(slots=True)
+class KvCounters:
+    """What has been done since the start."""
+
+    prefix_tokens: int = 0
+    """Prompt positions whose KV another request had computed."""
+    recomputed_tokens: int = 0
+    """Positions whose KV was given up and is computed again."""
+    host_full: int = 0
+    """Requests that were parked without a copy of all their blocks: the host had no room."""
+
+
+@dataclass(slots=True, eq=False)
+class _Table:
+    """The blocks of one sequence, in the order of positions."""
+
+    blocks: list[Block] = field(default_factory=list)
+    is_pinned: bool = False
+    """It may run: all of them are on the device, or on the way there."""
+    pinned: list[Block] = field(default_factory=list)
+    """While it is being admitted: those that are pinned already."""
+    num_own: int = 0
+    """Likewise: blocks that it had before."""
+    num_mirrored: int = 0
+    """So many of the first were copied to the host early."""
 
 
 class KvManager:
-    """Block tables over a pool of device slots. Admits or refuses; who goes first is the policy's."""
+    """Block tables over two tiers. Admits or refuses; who goes first is the policy's.
 
-    def __init__(self, num_blocks: int, block_size: int):
+    A sequence is *resident*: its blocks stay on the device; or *parked*: they stay on the host where they have
+    been copied there, and on the device until somebody needs the slots; or it has none.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        *,
+        policy: KvPolicy = KV_POLICIES["recompute"],
+        salt: bytes | None = None,
+        copy_costs: CopyCosts | None = None,
+        block_bytes: int = 0,
+        last_plan_id: int = 0,
+    ):
+        """`salt`, a secret of at most 64 bytes, keys the names of the prefix cache; None: there is no such cache.
+
+        `block_bytes`, over all ranks, is for the counters. The ranks have computed all plans up to `last_plan_id`.
+        """
         if block_size < 1:
             raise ValueError(f"blocks of {block_size} tokens: at least 1 is needed")
         self.block_size = block_size
-        self._pool = BlockPool(num_blocks)
-        self._tables: dict[int, list[int]] = {}
+        self.policy = policy
+        self.copy_costs = copy_costs or CopyCosts()
+        self.block_bytes = block_bytes
+        self.counters = KvCounters()
+        self._store = BlockStore(num_blocks, num_host_blocks)
+        self._store.plan_done(last_plan_id)
+        self._cache = PrefixCache(self._store, block_size, salt)
+        self._tables: dict[int, _Table] = {}
 
     @property
     def num_total(self) -> int:
-        return self._pool.num_slots
+        return self._store.num_device
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken now."""
-        return self._pool.num_free
+        """Blocks of the device that can be taken now."""
+        return self._store.num_free
 
     @property
     def num_used(self) -> int:
-        """Blocks held by sequences, or still in use by plans in flight."""
-        return self._pool.num_slots - self._pool.num_free
+        """Blocks of the device that sequences need, or plans and copies in flight."""
+        return self._store.num_device - self._store.num_free
 
     @property
     def num_retiring(self) -> int:
-        """Blocks that become free once plans in flight are done."""
-        return self._pool.num_retiring
+        """Blocks that become free once plans and copies in flight are done."""
+        return self._store.num_settling
+
+    @property
+    def num_host_total(self) -> int:
+        return self._store.num_host
+
+    @property
+    def num_host_used(self) -> int:
+        """Blocks of the host that parked sequences need, or copies in flight."""
+        return self._store.num_host - self._store.num_free_host
+
+    @property
+    def copies_in_flight(self) -> int:
+        return self._store.copies_in_flight
+
+    @property
+    def num_offloaded(self) -> int:
+        """Blocks copied to the host since the start."""
+        return self._store.num_offloaded
+
+    @property
+    def num_uploaded(self) -> int:
+        """Blocks brought back to the device since the start."""
+        return self._store.num_uploaded
+
+    def details(self) -> dict[str, float]:
+        """What `status` shows, by name."""
+        counters = self.counters
+        return {
+            "prefix_tokens": counters.prefix_tokens,
+            "recomputed_tokens": counters.recomputed_tokens,
+            "host_full": counters.host_full,
+            "offloaded_blocks": self.num_offloaded,
+            "offloaded_bytes": self.num_offloaded * self.block_bytes,
+            "uploaded_blocks": self.num_uploaded,
+            "uploaded_bytes": self.num_uploaded * self.block_bytes,
+        }
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_blocks(self, request_id: int) -> int:
-        """Blocks that the request holds."""
+        """Blocks that the request has, wherever they are."""
         table = self._tables.get(request_id)
-        return 0 if table is None else len(table)
+        return 0 if table is None else len(table.blocks)
 
     def table(self, request_id: int) -> tuple[int, ...]:
-        """The request's slots, in the order of positions."""
-        return tuple(self._tables.get(request_id, ()))
+        """A resident request's slots on the device, in the order of positions."""
+        table = self._tables.get(request_id)
+        return () if table is None else tuple([block.device for block in table.blocks])
+
+    def residents(self) -> list[int]:
+        """The requests whose blocks stay on the device."""
+        return [request_id for request_id, table in self._tables.items() if table.is_pinned]
+
+    def parked(self) -> list[int]:
+        """The requests that have KV, but do not run."""
+        return [request_id for request_id, table in self._tables.items() if not table.is_pinned]
+
+    # Admission: `begin`, then `complete` or `cancel`.
+
+    def begin(self, sequence: Sequence, plan_id: int, costs: Costs | None = None) -> int | None:
+        """Pin what there is on the device of a sequence that is not resident: its own, or of its prefix.
+
+        Returns how many blocks of the device it still needs; None where another sequence computes its prefix in
+        this plan: then nothing has changed.
+        """
+        table = self._tables.get(sequence.request_id) or _Table()
+        self._trim(table)
+        table.num_own = len(table.blocks)
+        if table.num_own * self.block_size <= sequence.num_planned or not table.num_own:
+            uploads = costs is None or self.copy_costs.to_device_s < costs.prefill_token_s * self.block_size
+            found, waits = self._cache.match(sequence, table.num_own, plan_id, uploads)
+            if waits and not table.num_own:
+                return None
+            self._store.hold(found)
+            table.blocks += found
+        table.pinned = [block for block in table.blocks if block.device >= 0]
+        self._store.pin(table.pinned)
+        self._tables[sequence.request_id] = table
+        return self.blocks_for(sequence.num_tokens) - len(table.pinned)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """It does not fit: as if `begin` had not been called."""
+        table = self._tables[sequence.request_id]
+        self._store.unpin(table.pinned, 0)
+        self._store.drop(table.blocks[table.num_own :])
+        del table.blocks[table.num_own :]
+        table.pinned = []
+        if not table.blocks:
+            del self._tables[sequence.request_id]
+
+    def complete(self, sequence: Sequence) -> int:
+        """Give it all blocks of its known tokens, and begin to upload those that are on the host; they must fit.
+
+        Returns the positions whose KV it has then.
+        """
+        table = self._tables[sequence.request_id]
+        blocks = table.blocks
+        covered = len(blocks) * self.block_size
+        if table.num_own * self.block_size > sequence.num_planned:
+            covered = sequence.num_planned
+        self._count(sequence, covered)
+        self._store.upload([block for block in blocks if block.device < 0])
+        blocks += self._store.take(self.blocks_for(sequence.num_tokens) - len(blocks)) or ()
+        table.is_pinned, table.pinned, table.num_mirrored = True, [], 0
+        self._cache.announce(sequence, blocks, covered // self.block_size)
+        return covered
+
+    def upload_of(self, request_id: int) -> int:
+        """The copy that a resident request must wait for; 0: all of its blocks are there."""
+        last = max([block.upload for block in self._tables[request_id].blocks])
+        return last if last > self._store.copies_done else 0
+
+    def resume(self, sequence: Sequence) -> tuple[int, ...]:
+        """A resident sequence runs again: all of its slots. Its last block changes from now on."""
+        blocks = self._tables[sequence.request_id].blocks
+        if sequence.num_planned % self.block_size:
+            self._store.spoil(blocks[sequence.num_planned // self.block_size])
+        return self.table(sequence.request_id)
+
+    # Resident sequences.
 
     def try_extend(self, request_id: int, num_tokens: int) -> tuple[int, ...] | None:
-        """Make the request's blocks hold `num_tokens` positions.
+        """Make a resident request's blocks hold `num_tokens` positions.
 
         Returns the slots that this took, mostly none; None if they do not fit, then nothing has changed.
         """
-        missing = self.blocks_for(num_tokens) - self.num_blocks(request_id)
+        table = self._tables[request_id]
+        missing = self.blocks_for(num_tokens) - len(table.blocks)
         if missing <= 0:
             return ()
-        slots = self._pool.take(missing)
-        if slots is not None:
-            self._tables.setdefault(request_id, []).extend(slots)
-        return slots
+        blocks = self._store.take(missing)
+        if blocks is None:
+            return None
+        table.blocks += blocks
+        return tuple([block.device for block in blocks])
 
-    def free(self, request_id: int, last_plan_id: int) -> None:
-        """Let go of a request's blocks. They can be taken once plan `last_plan_id`, the last to use them, is done."""
-        table = self._tables.pop(request_id, None)
+    def note_prompt(self, sequence: Sequence, start: int, end: int, plan_id: int) -> None:
+        """Plan `plan_id` computes positions [start, end), which begin in the prompt."""
+        blocks = self._tables[sequence.request_id].blocks
+        self._cache.note_written(sequence, blocks, start, end, plan_id)
+
+    def victims_for(self, needed: int, candidates: list[Sequence]) -> int | None:
+        """How many of the candidates, from the last one on, must be parked to free so many blocks.
+
+        None: all of them together hold too few.
+        """
+        freed, shared = 0, dict[Block, int]()
+        for count, candidate in enumerate(reversed(candidates)):
+            if freed >= needed:
+                return count
+            for block in self._tables[candidate.request_id].blocks:
+                if block.pins > 1:
+                    shared[block] = shared.get(block, 0) + 1
+                freed += block.pins == shared.get(block, 1)
+        return len(candidates) if freed >= needed else None
+
+    def park(self, sequence: Sequence, costs: Costs | None = None) -> None:
+        """A resident sequence leaves the device. What is worth it is copied to the host."""
+        table = self._tables[sequence.request_id]
+        self._cut(table, sequence)
+        self._store.unpin(table.blocks, sequence.last_plan_id)
+        table.is_pinned = False
+        if self.policy.offloads:
+            self._offload(sequence, table.blocks, costs)
+        if not self.policy.offloads:
+            self._store.drop(table.blocks)
+            table.blocks.clear()
+        if not table.blocks:
+            del self._tables[sequence.request_id]
+
+    def mirror(self, sequence: Sequence, most: int) -> int:
+        """Copy up to so many full blocks of a resident sequence to the host early; how many that were.
+
+        Only while no plan is being packed that it is part of.
+        """
+        table = self._tables[sequence.request_id]
+        first, end = table.num_mirrored, sequence.num_planned // self.block_size
+        blocks = table.blocks[first : min(end, first + most)]
+        table.num_mirrored += len(blocks)
+        done = self._store.copies_done
+        return self._store.mirror([b for b in blocks if b.host < 0 and b.upload <= done], is_early=True)
+
+    # The end of sequences.
+
+    def free(self, sequence: Sequence) -> None:
+        """A request has left. The content of its full blocks stays for others until the slots are needed."""
+        table = self._tables.pop(sequence.request_id, None)
         if table is not None:
-            self._pool.give_back(table, last_plan_id)
+            self._trim(table)
+            self._cut(table, sequence)
+            self._cache.add_outputs(sequence, table.blocks)
+            self._let_go(table, sequence)
+
+    def condemn(self, sequence: Sequence) -> list[int]:
+        """What a sequence has computed is no good: no other will share it. Returns those that do now."""
+        table = self._tables.get(sequence.request_id)
+        if table is None:
+            return []
+        self._cut(table, sequence)
+        bad = set(table.blocks)
+        for block in table.blocks:
+            self._store.forget(block)
+        sequence.keys = None
+        others = [(request_id, other) for request_id, other in self._tables.items() if other is not table]
+        return [request_id for request_id, other in others if not bad.isdisjoint(other.blocks)]
+
+    def discard(self, sequence: Sequence) -> None:
+        """Give up all KV of a sequence that goes on."""
+        table = self._tables.pop(sequence.request_id, None)
+        if table is not None:
+            self._cut(table, sequence)
+            self._let_go(table, sequence)
 
     def plan_done(self, plan_id: int) -> None:
         """The results of all plans up to this one are in."""
-        self._pool.plan_done(plan_id)
+        self._store.plan_done(plan_id)
 
-    def holders(self) -> list[int]:
-        """The requests that hold blocks."""
-        return list(self._tables)
+    def acknowledge(self, copy_id: int) -> None:
+        """Every rank has done all copies up to this one."""
+        self._store.acknowledge(copy_id)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies begun since the last call, for the next plan."""
+        return self._store.take_copies()
+
+    # Inside.
+
+    def _trim(self, table: _Table) -> None:
+        """Drop what is lost, and what comes after it. Nothing of a resident sequence is."""
+        for i, block in enumerate(table.blocks):
+            if block.is_lost:
+                self._store.drop(table.blocks[i:])
+                del table.blocks[i:]
+                return
+
+    def _cut(self, table: _Table, sequence: Sequence) -> None:
+        """Let go of blocks that have no content yet."""
+        self._cache.withdraw(sequence, table.blocks)
+        num_filled = self.blocks_for(sequence.num_planned)
+        empty = table.blocks[num_filled:]
+        if table.is_pinned:
+            self._store.unpin(empty, sequence.last_plan_id)
+        self._store.drop(empty)
+        del table.blocks[num_filled:]
+
+    def _let_go(self, table: _Table, sequence: Sequence) -> None:
+        if table.is_pinned:
+            self._store.unpin(table.blocks, sequence.last_plan_id)
+        self._store.drop(table.blocks)
+
+    def _offload(self, sequence: Sequence, blocks: list[Block], costs: Costs | None) -> None:
+        """Copy what is not on the host yet, unless computing it again is cheaper."""
+        to_copy = [block for block in blocks if block.host < 0 and not block.pins]
+        moved_s = len(to_copy) * self.copy_costs.to_host_s + len(blocks) * self.copy_costs.to_device_s
+        if costs is None or moved_s <= costs.prefill_s(0, sequence.num_planned):
+            self.counters.host_full += self._store.mirror(to_copy) < len(to_copy)
+
+    def _count(self, sequence: Sequence, covered: int) -> None:
+        if sequence.num_planned:
+            self.counters.recomputed_tokens += max(0, sequence.num_planned - covered)
+        elif not sequence.num_preemptions:
+            self.counters.prefix_tokens += covered
 
     def check(self) -> None:
-        """Assert that no slot is in two tables and none is lost."""
-        self._pool.check()
-        slots = [slot for table in self._tables.values() for slot in table]
-        assert len(slots) == len(set(slots)) == self._pool.num_held
-        assert all(self._tables.values()), "an empty table is kept"
+        """Assert that every block is where it should be, and none is lost."""
+        tables = self._tables.values()
+        self._store.check(block for table in tables for block in table.blocks)
+        self._cache.check()
+        refs: dict[Block, int] = {}
+        pins: dict[Block, int] = {}
+        for table in tables:
+            assert not table.pinned
+            assert len(set(table.blocks)) == len(table.blocks) > 0
+            for block in table.blocks:
+                refs[block] = refs.get(block, 0) + 1
+                pins[block] = pins.get(block, 0) + table.is_pinned
+        assert all((block.refs, block.pins) == (count, pins[block]) for block, count in refs.items())

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from fastserve_hpc.core.cost import Costs
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.plan import NewRequest, SequenceSlice
 from fastserve_hpc.core.policy.base import Policy
+from fastserve_hpc.core.residents import Residents
 from fastserve_hpc.core.sequence import Sequence
 from fastserve_hpc.core.slowdown import BatchRoom
+
+_QUICK = 0.05
+"""An upload that takes at most this part of an iteration is waited for; else the others go on without it."""
 
 
 @dataclass(slots=True)
@@ -17,21 +22,22 @@ class Packing:
     """Fills one plan. The rules are the same for every policy:
 
     - The first `max_batch` sequences in the policy's order may run; of these one plan takes `share`,
-      so that `num_stages` plans hold them all. One whose sample is in flight counts, but is left out.
+      so that `num_stages` plans hold them all. One that waits for its sample, for an upload or for
+      its prefix counts, but is left out.
     - The next chunk of a prompt may follow the chunk before it while that is in flight; such a
       sequence does not count towards `share`.
     - A sequence gets the blocks of all its known tokens when it is admitted, later one at a time.
-    - Where blocks are short, the last in the policy's order loses all of its blocks (it is
-      *preempted*: it waits and is computed again), never for the sake of one that is behind it.
+    - Where blocks are short, the last in the policy's order is parked (see `KvManager`), never for
+      the sake of one that is behind it.
     - Once a sequence does not fit, those behind it run on in the blocks they have, but get no new
-      ones: neither a long request nor a preempted one is overtaken for ever.
+      ones: neither a long request nor a preempted one is overtaken for ever. (Under `defer` they do: who
+      waits there does so until others have finished.)
     - Requests of class `batch` get what `room` has for them.
     """
 
     policy: Policy
     kv: KvManager
-    running: dict[int, Sequence]
-    """Those that hold blocks. Admissions and preemptions change it here."""
+    residents: Residents
     plan_id: int
     last_done: int
     """The last plan whose result is in."""
@@ -42,6 +48,7 @@ class Packing:
     """Sequences that the plan may still take."""
     room: BatchRoom | None = None
     """What is open to class `batch`; None: everything."""
+    costs: Costs | None = None
     slices: list[SequenceSlice] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     """Whose slices they are, aligned with `slices`."""
@@ -49,9 +56,10 @@ class Packing:
     num_samples: int = 0
     """Slices that sample."""
     num_prompt_tokens: int = 0
-    num_preempted: int = 0
+    needs_copies: int = 0
+    """The last upload that the slices need and that is not done."""
     is_short_of_blocks: bool = False
-    _behind: list[Sequence] = field(default_factory=list)
+    _short: Sequence | None = None
 
     def fill(self, now: float) -> None:
         """Take slices until one of the limits is reached."""
@@ -65,33 +73,87 @@ class Packing:
         """The policy's order; once blocks are short, only those that hold some: the queue may be long."""
         for sequence in self.policy.ranked(now):
             yield sequence
-            if self.is_short_of_blocks:
-                yield from self._behind
+            if self._short is not None:
+                yield from self.residents.behind(self._short)
                 return
 
     def _place(self, sequence: Sequence) -> bool:
         """Give the sequence its slice of this plan; False if its blocks do not fit."""
+        if not sequence.num_blocks:
+            return self._bring(sequence)
+        end = self._end_of(sequence)
+        if end == sequence.num_planned:
+            return False
+        slots = self._extend(sequence, end) if end > sequence.num_blocks * self.kv.block_size else ()
+        if slots is None:
+            return False
+        self._append(sequence, end, slots)
+        return True
+
+    def _end_of(self, sequence: Sequence) -> int:
+        """How far its slice may go; no further than it is where it gets none."""
         start, end = sequence.num_planned, sequence.num_tokens
         if end - start > self.budget:
             end = start + self.budget
-        if self.room is not None:
-            end = self.room.fit(sequence, start, end)
-            if end == start:
-                return False
-        slots = self._extend(sequence, end) if start else self._admit(sequence)
-        if slots is None:
-            self.is_short_of_blocks = True
+        return end if self.room is None else self.room.fit(sequence, start, end)
+
+    def _bring(self, sequence: Sequence) -> bool:
+        """Place a sequence of whose blocks the workers do not know."""
+        if self._end_of(sequence) == sequence.num_planned < sequence.num_tokens:
             return False
+        if sequence.request_id not in self.residents.running:
+            enters = None if self.is_short_of_blocks else self.residents.enter(sequence, self.plan_id, self.costs)
+            if enters is None:
+                self._be_short(sequence)
+            if not enters:
+                return enters is not None
+        elif self._extend(sequence, sequence.num_tokens) is None:
+            return False
+        upload = self.kv.upload_of(sequence.request_id)
+        if upload and not self._waits_for(sequence):
+            return True
+        end = self._end_of(sequence)
+        if end > sequence.num_planned:
+            self.needs_copies = max(self.needs_copies, upload)
+            self._append(sequence, end, self.kv.resume(sequence))
+        return True
+
+    def _waits_for(self, sequence: Sequence) -> bool:
+        """Whether the plan waits for the sequence's upload, rather than going on without it."""
+        if not self.kv.policy.is_early:
+            return True
+        if self.costs is None:
+            return False
+        upload_s = self.kv.num_blocks(sequence.request_id) * self.kv.copy_costs.to_device_s
+        iteration_s = self.costs.fixed_s + self.costs.decode_sequence_s * len(self.slices)
+        return upload_s <= _QUICK * iteration_s
+
+    def _be_short(self, sequence: Sequence) -> None:
+        self.is_short_of_blocks = True
+        if self._short is None:
+            self._short = sequence
+
+    def _extend(self, sequence: Sequence, end: int) -> tuple[int, ...] | None:
+        """New slots for a resident sequence to reach `end`."""
+        request_id, missing = sequence.request_id, self.kv.blocks_for(end) - self.kv.num_blocks(sequence.request_id)
+        if missing <= 0:
+            return ()
+        if not (self.is_short_of_blocks and self.kv.policy.preempts):
+            slots = self.kv.try_extend(request_id, end)
+            if slots is None and self.residents.make(sequence, missing, self.costs):
+                slots = self.kv.try_extend(request_id, end)
+            if slots is not None:
+                return slots
+        self._be_short(sequence)
+        return None
+
+    def _append(self, sequence: Sequence, end: int, slots: tuple[int, ...]) -> None:
+        request_id, start, samples = sequence.request_id, sequence.num_planned, end == sequence.num_tokens
         if sequence.last_plan_id <= self.last_done:
             self.share -= 1
         self.budget -= end - start
         if self.room is not None:
             self.room.take(sequence, start, end)
-        self._append(sequence, end, slots)
-        return True
-
-    def _append(self, sequence: Sequence, end: int, slots: tuple[int, ...]) -> None:
-        request_id, start, samples = sequence.request_id, sequence.num_planned, end == sequence.num_tokens
         unsent: tuple[int, ...] = ()
         if start < sequence.num_prompt:
             self._append_prompt(sequence, end)
@@ -108,56 +170,8 @@ class Packing:
 
     def _append_prompt(self, sequence: Sequence, end: int) -> None:
         self.num_prompt_tokens += min(end, sequence.num_prompt) - sequence.num_planned
+        self.kv.note_prompt(sequence, sequence.num_planned, end, self.plan_id)
         if not sequence.num_held:
             request = sequence.request
             self.new_requests.append(NewRequest(request.request_id, request.prompt, request.sampling, request.choice))
             sequence.num_held = sequence.num_prompt
-
-    def _extend(self, sequence: Sequence, end: int) -> tuple[int, ...] | None:
-        """New slots for a running sequence to reach `end`."""
-        if end <= sequence.num_blocks * self.kv.block_size:
-            return ()
-        if self.is_short_of_blocks:
-            return None
-        slots = self.kv.try_extend(sequence.request_id, end)
-        if slots is None and self._make_room(sequence, self.kv.blocks_for(end) - sequence.num_blocks):
-            slots = self.kv.try_extend(sequence.request_id, end)
-        return slots
-
-    def _admit(self, sequence: Sequence) -> tuple[int, ...] | None:
-        """Slots for a waiting sequence's known tokens.
-
-        One block is left for each sequence that runs: a pool filled to the brim would have to
-        preempt again at the next tokens.
-        """
-        needed = self.kv.blocks_for(sequence.num_tokens)
-        if self.kv.num_free < needed + len(self.running) and not self._make_room(sequence, needed, reserve=True):
-            return None
-        self.running[sequence.request_id] = sequence
-        return self.kv.try_extend(sequence.request_id, sequence.num_tokens)
-
-    def _make_room(self, sequence: Sequence, needed: int, reserve: bool = False) -> bool:
-        """Preempt sequences behind this one until it will fit. True if it fits now, not after plans in flight.
-
-        With `reserve` one more block is needed for each running sequence ahead of it.
-        """
-        behind = self._behind = self._running_behind(sequence)
-        needed += (len(self.running) - len(behind)) * reserve
-        coming = self.kv.num_free + self.kv.num_retiring
-        if coming + sum(other.num_blocks for other in behind) < needed:
-            return False
-        while self.kv.num_free + self.kv.num_retiring < needed:
-            self._preempt(behind.pop())
-        return self.kv.num_free >= needed
-
-    def _running_behind(self, sequence: Sequence) -> list[Sequence]:
-        key_of = self.policy.order_key
-        own_key = key_of(sequence)
-        return sorted((other for other in self.running.values() if key_of(other) > own_key), key=key_of)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        del self.running[sequence.request_id]
-        self.kv.free(sequence.request_id, sequence.last_plan_id)
-        sequence.num_planned = sequence.num_blocks = 0
-        sequence.num_preemptions += 1
-        self.num_preempted += 1

@@ -45,15 +45,18 @@ class SequenceSlice(NamedTuple):
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """One KV block moved between the tiers; numbered from 1 without gaps."""
+class BlockCopy(NamedTuple):
+    """One KV block copied between the tiers; numbered from 1 without gaps.
+
+    It follows the compute of earlier plans and runs beside that of later ones. Copies of both directions may
+    overtake each other: no slot is in two that are in flight.
+    """
 
     copy_id: int
     device_slot: int
     host_slot: int
     to_device: bool
-    """True: upload, must precede this plan's compute. False: offload, follows the compute of earlier plans."""
+    """True: upload. False: offload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class IterationPlan:
     finished: tuple[int, ...] = ()
     """Request ids that the workers forget before this plan's compute."""
     copies: tuple[BlockCopy, ...] = ()
+    needs_copies: int = 0
+    """Uploads up to this number must be done before this plan's compute."""
     shutdown: bool = False
     """Workers leave their loop after this plan."""
 
@@ -116,6 +121,8 @@ class RankReport:
     result: IterationResult | None = None
     energy_j: float = 0.0
     """What this rank's device has used in all; 0 where that is not known."""
+    stall_s: float = 0.0
+    """Seconds since the start that this rank stood waiting for uploads."""
 
 
 class TokenDelta(NamedTuple):

@@ -48,6 +48,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_from: int = 0
     """`prompt_logprobs` begin at this position of the prompt, whose own entry is None."""
+    cache_prefix: bool = True
+    """Whether the KV of its tokens is shared with requests that begin alike, before and after it."""
 
     def validate(self) -> None:
         """Raise `RequestError` naming the first value that makes no sense for any model."""

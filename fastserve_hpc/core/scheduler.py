@@ -7,45 +7,19 @@ the results, in the order of the plans; up to `num_stages` plans are in flight.
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass
 from itertools import repeat
 
 from fastserve_hpc.core.cost import CostModel, load_of
+from fastserve_hpc.core.flight import Counters, Flight, Flights
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.packing import Packing
-from fastserve_hpc.core.plan import IterationPlan, IterationResult, SequenceSlice, TokenDelta
+from fastserve_hpc.core.plan import BlockCopy, IterationPlan, IterationResult, TokenDelta
 from fastserve_hpc.core.policy.base import Policy
 from fastserve_hpc.core.request import FinishReason, Request
+from fastserve_hpc.core.residents import Residents
 from fastserve_hpc.core.sequence import Sequence
 from fastserve_hpc.core.slowdown import SlowdownRule
 from fastserve_hpc.errors import RequestError
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has been done since the start."""
-
-    iterations: int = 0
-    prompt_tokens: int = 0
-    """Prompt positions computed; those of a preempted request count again."""
-    output_tokens: int = 0
-    preemptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A plan whose result is awaited."""
-
-    plan_id: int
-    slices: tuple[SequenceSlice, ...]
-    sequences: tuple[Sequence, ...]
-    num_samples: int
-    num_prompt_tokens: int
-    planned_s: float
-    """When, on the scheduler's clock."""
-    interactive_part: float
-    """Of its time, what it would have taken without class `batch`."""
 
 
 class Scheduler:
@@ -79,33 +53,33 @@ class Scheduler:
         self.num_stages = num_stages
         self.counters = Counters()
         self._live: dict[int, Sequence] = {}
-        self._running: dict[int, Sequence] = {}
-        self._in_flight: deque[_Flight] = deque()
+        self._residents = Residents(policy, kv)
+        self._flights = Flights()
         self._to_forget: list[int] = []
-        self._last_plan_id = self._last_done = last_plan_id
+        self._last_plan_id = self._flights.last_done = last_plan_id
         self._is_short_of_blocks = False
         self._slowdown = None if cost is None else SlowdownRule(cost)
         self._landed_s = -math.inf
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
-        return len(self._running)
+        """Requests that hold blocks on the device."""
+        return len(self._residents.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold none: not begun, or preempted."""
-        return len(self._live) - len(self._running)
+        return len(self._live) - len(self._residents.running)
 
     @property
     def num_in_flight(self) -> int:
         """Plans whose results are awaited."""
-        return len(self._in_flight)
+        return len(self._flights)
 
     @property
     def is_idle(self) -> bool:
         """No request is here and nothing is in flight."""
-        return not (self._live or self._in_flight)
+        return not (self._live or self._flights)
 
     def request_ids(self) -> list[int]:
         """The requests that are not finished, by arrival."""
@@ -118,7 +92,12 @@ class Scheduler:
     def details(self) -> dict[str, float]:
         """What `status` shows of the policy and the cost model, by name."""
         error = None if self.cost is None else self.cost.relative_error
-        return {**self.policy.counters(), **({} if error is None else {"cost_model_error": error})}
+        return {
+            **self.policy.counters(),
+            **({} if error is None else {"cost_model_error": error}),
+            **self.kv.details(),
+            "copy_waits": self.counters.copy_waits,
+        }
 
     def add(self, request: Request, now: float) -> None:
         """Take a request that the front end has resolved (see `Request`).
@@ -153,18 +132,19 @@ class Scheduler:
     def schedule(self, now: float) -> IterationPlan | None:
         """The next plan, to be published to every rank; None if there is nothing to do until something changes.
 
-        A plan without slices only tells the workers whom to forget; no result of it is awaited.
+        A plan without slices only tells the workers whom to forget and what to copy; no result of it is awaited.
         """
-        if len(self._in_flight) >= self.num_stages:
+        if len(self._flights) >= self.num_stages:
             return None
         packing = self._pack(now)
-        if not packing.slices and (self._in_flight or not self._to_forget):
+        copies = self.kv.take_copies()
+        if not packing.slices and not copies and (self._flights or not self._to_forget):
             return None
-        plan = self._next_plan(packing)
+        plan = self._next_plan(packing, copies)
         if plan.slices:
             flight = (plan.slices, tuple(packing.sequences), packing.num_samples, packing.num_prompt_tokens)
             part = 1.0 if packing.room is None else packing.room.interactive_part
-            self._in_flight.append(_Flight(plan.plan_id, *flight, now, part))
+            self._flights.start(Flight(plan.plan_id, *flight, now, part))
         return plan
 
     def shutdown(self) -> IterationPlan:
@@ -195,73 +175,79 @@ class Scheduler:
                 deltas.append(TokenDelta(piece.request_id, prompt_logprobs=scores))
         return deltas
 
+    def acknowledge(self, copy_id: int) -> None:
+        """Every rank has done all copies up to this one."""
+        self.kv.acknowledge(copy_id)
+
     def _pack(self, now: float) -> Packing:
+        costs = None if self.cost is None else self.cost.costs
         packing = Packing(
             policy=self.policy,
             kv=self.kv,
-            running=self._running,
+            residents=self._residents,
             plan_id=self._last_plan_id + 1,
-            last_done=self._last_done,
+            last_done=self._flights.last_done,
             max_batch=self.max_batch,
             budget=self.max_batch_tokens,
             share=self._share(),
             room=None if self._slowdown is None else self._slowdown.room(now),
+            costs=costs,
         )
+        if self.kv.policy.is_early:
+            self._residents.look_ahead(packing.plan_id, self.num_stages, costs)
         packing.fill(now)
         self._is_short_of_blocks = packing.is_short_of_blocks
-        self.counters.preemptions += packing.num_preempted
+        self.counters.preemptions = self._residents.num_preempted
         return packing
 
     def _share(self) -> int:
         """How many sequences one plan takes, so that every stage of the pipeline has work."""
         active = min(len(self._live), self.max_batch)
         if self._is_short_of_blocks:
-            active = min(active, len(self._running))
+            active = min(active, len(self._residents.running))
         return max(1, -(-active // self.num_stages))
 
-    def _next_plan(self, packing: Packing) -> IterationPlan:
+    def _next_plan(self, packing: Packing, copies: tuple[BlockCopy, ...]) -> IterationPlan:
         self._last_plan_id += 1
+        self.counters.copy_waits += packing.needs_copies > 0
         return IterationPlan(
             self._last_plan_id,
             slices=tuple(packing.slices),
             new_requests=tuple(packing.new_requests),
             finished=self._take_forgotten(),
+            copies=copies,
+            needs_copies=packing.needs_copies,
         )
 
     def _take_forgotten(self) -> tuple[int, ...]:
         forgotten, self._to_forget = tuple(self._to_forget), []
         return forgotten
 
-    def _land(self, result: IterationResult, now: float) -> _Flight | None:
-        """The plan that the result is for, which is no longer in flight then; None for one without slices."""
-        oldest = self._in_flight[0] if self._in_flight else None
-        if oldest is None or result.plan_id < oldest.plan_id:
-            if result.token_ids or not self._last_done < result.plan_id <= self._last_plan_id:
-                raise ValueError(f"result of plan {result.plan_id}, which is not in flight")
+    def _land(self, result: IterationResult, now: float) -> Flight | None:
+        """The plan that the result is for; None for one without slices."""
+        flight = self._flights.land(result, self._last_plan_id)
+        if flight is None:
             return None
-        if result.plan_id != oldest.plan_id:
-            raise ValueError(f"result of plan {result.plan_id}, but plan {oldest.plan_id} comes first")
-        _check_counts(result, oldest.num_samples)
-        self._in_flight.popleft()
-        self._last_done = oldest.plan_id
-        self.kv.plan_done(oldest.plan_id)
+        self.kv.plan_done(flight.plan_id)
         self.counters.iterations += 1
-        self.counters.prompt_tokens += oldest.num_prompt_tokens
-        self._learn(oldest, result.compute_s)
+        self.counters.prompt_tokens += flight.num_prompt_tokens
+        self._learn(flight, result.compute_s)
         if self._slowdown is not None:
-            self._slowdown.landed(now - max(oldest.planned_s, self._landed_s), oldest.interactive_part)
+            self._slowdown.landed(now - max(flight.planned_s, self._landed_s), flight.interactive_part)
         self._landed_s = now
-        return oldest
+        return flight
 
-    def _learn(self, flight: _Flight, seconds: float) -> None:
+    def _learn(self, flight: Flight, seconds: float) -> None:
         """What the iteration took in a stage. Those that only decode are much alike: every 16th will do."""
         if self.cost is not None and seconds > 0 and (flight.num_prompt_tokens or flight.plan_id % 16 == 0):
             self.cost.observe(load_of(flight.slices), seconds)
 
     def _fail(self, errors: tuple[tuple[int, str], ...]) -> list[TokenDelta]:
-        """End the requests that cannot go on."""
+        """End the requests that cannot go on; those that share KV with them compute their own."""
         live = [(self._live[request_id], error) for request_id, error in errors if request_id in self._live]
         for sequence, _ in live:
+            for request_id in self.kv.condemn(sequence):
+                self._residents.discard(self._live[request_id])
             self._remove(sequence)
         return [TokenDelta(sequence.request_id, finish_reason="error", error=error) for sequence, error in live]
 
@@ -292,8 +278,7 @@ class Scheduler:
         request_id = sequence.request_id
         sequence.is_finished = True
         del self._live[request_id]
-        self._running.pop(request_id, None)
-        self.kv.free(request_id, sequence.last_plan_id)
+        self._residents.leave(sequence)
         self.policy.remove(sequence, is_complete)
         if self._slowdown is not None:
             self._slowdown.remove(sequence)
@@ -311,30 +296,20 @@ class Scheduler:
     def check(self, now: float) -> None:
         """Assert the invariants. Costs as much as the queue is long: for tests."""
         self.kv.check()
-        assert sorted(self.kv.holders()) == sorted(self._running)
-        assert self._running.keys() <= self._live.keys()
+        running = self._residents.running
+        assert sorted(self.kv.residents()) == sorted(running)
+        assert {*running, *self.kv.parked()} <= self._live.keys()
         for sequence in self._live.values():
             sequence.check()
             assert not sequence.is_finished
-            assert (sequence.request_id in self._running) == (sequence.num_planned > 0)
-            assert sequence.num_blocks == self.kv.num_blocks(sequence.request_id)
-            assert sequence.num_blocks >= self.kv.blocks_for(sequence.num_planned)
-        self._check_flights()
+            if sequence.request_id in running:
+                num_blocks = self.kv.num_blocks(sequence.request_id)
+                assert num_blocks >= self.kv.blocks_for(sequence.num_planned)
+                assert sequence.num_blocks in (0, num_blocks)
+            else:
+                assert not sequence.num_blocks
+        awaited = self._flights.check(self._last_plan_id, self.num_stages)
+        assert awaited == sorted(s.request_id for s in self._live.values() if s.awaits_sample)
         ranked = list(self.policy.ranked(now))
         assert sorted(sequence.request_id for sequence in ranked) == sorted(self._live)
         assert ranked == sorted(ranked, key=self.policy.order_key)
-
-    def _check_flights(self) -> None:
-        plan_ids = [flight.plan_id for flight in self._in_flight]
-        assert len(plan_ids) <= self.num_stages
-        assert plan_ids == sorted(set(plan_ids))
-        assert all(self._last_done < plan_id <= self._last_plan_id for plan_id in plan_ids)
-        pieces = [pair for flight in self._in_flight for pair in zip(flight.sequences, flight.slices, strict=True)]
-        sampling = [sequence.request_id for sequence, piece in pieces if piece.samples and not sequence.is_finished]
-        assert sorted(sampling) == sorted(s.request_id for s in self._live.values() if s.awaits_sample)
-
-
-def _check_counts(result: IterationResult, num_samples: int) -> None:
-    for name, count in (("tokens", len(result.token_ids)), ("logprobs", len(result.logprobs) or num_samples)):
-        if count != num_samples:
-            raise ValueError(f"plan {result.plan_id} has {num_samples} slices that sample, its result {count} {name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fastserve_hpc.core.block_keys import KeyChain
 from fastserve_hpc.core.request import DEFAULT_SLOWDOWN, Request
 
 
@@ -12,7 +13,7 @@ class Sequence:
     """What the scheduler knows of a request; policies read it, only the scheduler writes it.
 
     Positions [0, num_prompt) are the prompt, those after it the outputs. All `num_tokens` tokens are
-    known; the KV of the first `num_planned` is computed or in flight. A slice that reaches
+    known; the KV of the first `num_planned` was computed or is in flight. A slice that reaches
     `num_tokens` samples the next token.
     """
 
@@ -25,12 +26,14 @@ class Sequence:
     """Tokens in the workers' record, or on the way there: all, but for the last one sampled. 0: the workers do not
     know the request."""
     num_blocks: int = 0
-    """Blocks in the workers' table, or on the way there; as many as the KV manager's."""
+    """Blocks in the workers' table, or on the way there. 0: the next slice must bring the whole table."""
     awaits_sample: bool = False
     """A slice that samples is in flight: what to compute next is not known yet."""
     last_plan_id: int = 0
     """The last plan with a slice of this sequence."""
     num_preemptions: int = 0
+    keys: KeyChain | None = None
+    """Names of its full blocks, as far as the prefix cache has needed them."""
     is_finished: bool = False
     slowdown: float = DEFAULT_SLOWDOWN
     """Of class `batch`: so many times as long may interactive requests take because of it."""
@@ -63,5 +66,5 @@ class Sequence:
         assert 0 <= self.num_planned <= self.num_tokens
         assert self.num_held == 0 or self.num_prompt <= self.num_held
         assert self.num_held == 0 or self.num_tokens - 1 <= self.num_held <= self.num_tokens
-        assert self.num_planned == 0 or self.num_held >= self.num_planned
+        assert self.num_held == 0 or self.num_held >= self.num_planned
         assert len(self.outputs) < self.max_tokens or self.is_finished

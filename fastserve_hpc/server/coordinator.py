@@ -31,6 +31,8 @@ class Worker(Protocol):
 
     def execute(self, plan: IterationPlan) -> RankReport: ...
 
+    def report(self) -> RankReport: ...
+
 
 class CommandQueue(Protocol):
     """The way to the front end (`server.local_queue.CoordinatorQueue`)."""
@@ -148,7 +150,7 @@ class Coordinator:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             device_blocks=BlockUsage(scheduler.kv.num_total, scheduler.kv.num_used),
-            host_blocks=BlockUsage(0, 0),
+            host_blocks=BlockUsage(scheduler.kv.num_host_total, scheduler.kv.num_host_used),
             preemptions=counters.preemptions,
             uptime_s=self._clock() - self._started,
             vocab_size=self._info.vocab_size,
@@ -159,11 +161,15 @@ class Coordinator:
         )
 
     def _details(self) -> dict[str, float]:
-        free_bytes = [report.free_bytes for report in self._reports.values()]
-        own = {"plans_in_flight": self._scheduler.num_in_flight, "min_free_bytes": min(free_bytes, default=0)}
-        energy_j = sum(report.energy_j for report in self._reports.values())
-        energy = {"energy_j": energy_j} if energy_j else {}
-        return {**own, **energy, **self._scheduler.details()}
+        reports = self._reports.values()
+        energy_j = sum(report.energy_j for report in reports)
+        own = {
+            "plans_in_flight": self._scheduler.num_in_flight,
+            "min_free_bytes": min((report.free_bytes for report in reports), default=0),
+            "stall_s": max((report.stall_s for report in reports), default=0.0),
+            **({"energy_j": energy_j} if energy_j else {}),
+        }
+        return {**own, **self._scheduler.details()}
 
     def _pause(self, has_worked: bool) -> list[EngineCommands]:
         """Sleep as long as fits the moment, and what commands have come."""
@@ -181,6 +187,8 @@ class Coordinator:
         if plan is not None:
             self._control.publish(plan)
             self._take_report(self._worker.execute(plan))
+        elif self._scheduler.kv.copies_in_flight:
+            self._take_report(self._worker.report())
         return self._collect() or plan is not None
 
     def _collect(self) -> bool:
@@ -192,6 +200,8 @@ class Coordinator:
 
     def _take_report(self, report: RankReport) -> None:
         self._reports[report.rank] = report
+        if self._scheduler.kv.copies_in_flight and len(self._reports) == self._info.tp * self._info.pp:
+            self._scheduler.acknowledge(min(known.copies_done for known in self._reports.values()))
         if report.result is not None:
             self._deltas += self._scheduler.update(report.result, self._clock())
 

@@ -76,6 +76,7 @@ class FakeWorker:
     """Executes plans like `Worker`, in no time (or `delay_s` an iteration). Raises `PlanViolation`.
 
     `num_blocks` None: any slot is there. `has_result` False: a rank that is not the last stage's tp_rank 0.
+    `copies_late`: a copy is done when a plan needs it, or by `do_copies`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class FakeWorker:
         delay_s: float = 0.0,
         rank: int = 0,
         has_result: bool = True,
+        copies_late: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._block_size = block_size
@@ -98,7 +100,10 @@ class FakeWorker:
         self._device: dict[int, list[int]] = {}
         self._host: dict[int, list[int]] = {}
         self._last_plan_id = 0
-        self._copies_done = 0
+        self._copies_late = copies_late
+        self._last_copy = 0
+        self._copies: dict[int, tuple[BlockCopy, list[int]]] = {}
+        """Those that are not done, each with the content that is to be copied."""
         self._is_shut_down = False
 
     @property
@@ -109,8 +114,7 @@ class FakeWorker:
     def execute(self, plan: IterationPlan) -> RankReport:
         """What the rank reports; with the plan's result where it has one to give."""
         self._take_diff(plan)
-        for copy in plan.copies:
-            self._copy(copy)
+        self._start_copies(plan)
         if plan.slices and self._delay_s:
             self._sleep(self._delay_s)
         result = self._compute(plan)
@@ -118,7 +122,14 @@ class FakeWorker:
 
     def report(self) -> RankReport:
         """Where this rank stands, without a result."""
-        return RankReport(self._rank, self._last_plan_id, self._copies_done, 2**30)
+        copies_done = min(self._copies, default=self._last_copy + 1) - 1
+        return RankReport(self._rank, self._last_plan_id, copies_done, 2**30)
+
+    def do_copies(self, count: int = 2**31, uploads_first: bool = True) -> None:
+        """Do so many of the copies that are late. Those of one direction keep their order."""
+        copies = sorted(self._copies, key=lambda n: (self._copies[n][0].to_device != uploads_first, n))
+        for copy_id in copies[:count]:
+            self._copy(*self._copies.pop(copy_id))
 
     def _take_diff(self, plan: IterationPlan) -> None:
         _require(not self._is_shut_down, f"plan {plan.plan_id} after the shutdown")
@@ -131,13 +142,28 @@ class FakeWorker:
             self._mirrors[new.request_id] = mirror = _Mirror(new)
             mirror.extend(new.prompt)
 
-    def _copy(self, copy: BlockCopy) -> None:
-        _require(copy.copy_id == self._copies_done + 1, f"copy {copy.copy_id} follows copy {self._copies_done}")
+    def _start_copies(self, plan: IterationPlan) -> None:
+        for copy in plan.copies:
+            _require(copy.copy_id == self._last_copy + 1, f"copy {copy.copy_id} follows copy {self._last_copy}")
+            self._last_copy = copy.copy_id
+            source = self._host.get(copy.host_slot) if copy.to_device else self._device.get(copy.device_slot)
+            if source is None:
+                raise PlanViolation(f"{copy} from a slot that was never written")
+            self._copies[copy.copy_id] = (copy, list(source))
+        if not self._copies_late:
+            self.do_copies()
+        for copy_id in [n for n, (copy, _) in self._copies.items() if copy.to_device and n <= plan.needs_copies]:
+            self._copy(*self._copies.pop(copy_id))
+
+    def _copy(self, copy: BlockCopy, content: list[int]) -> None:
+        """What is there when the copy is done must be what was there when it began; positions may have been added."""
+        source = self._host[copy.host_slot] if copy.to_device else self._device[copy.device_slot]
+        kept = all(old in (0, new) for old, new in zip(content, source, strict=True))
+        _require(kept, f"{copy}: its source was used again before it was done")
         if copy.to_device:
-            self._device[copy.device_slot] = list(self._host[copy.host_slot])
+            self._device[copy.device_slot] = list(source)
         else:
-            self._host[copy.host_slot] = list(self._device[copy.device_slot])
-        self._copies_done = copy.copy_id
+            self._host[copy.host_slot] = list(source)
 
     def _compute(self, plan: IterationPlan) -> IterationResult:
         ids = [piece.request_id for piece in plan.slices]
@@ -193,7 +219,7 @@ class FakeWorker:
         for slot, begin, end in list(self._blocks(mirror.table, piece.end))[first_block:]:
             page = self._device.setdefault(slot, [0] * self._block_size)
             low = max(begin, piece.start)
-            page[low - begin : end - begin] = mirror.prefixes[low:end]
+            page[low - begin :] = [*mirror.prefixes[low:end], *[0] * (begin + self._block_size - end)]
 
 
 def answer(prompt: tuple[int, ...], sampling: SamplingParams, choice: int = 0) -> tuple[int, ...]:

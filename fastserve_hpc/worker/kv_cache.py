@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from fastserve_hpc.core.plan import BlockCopy
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.parallel.topology import Topology
+from fastserve_hpc.worker.copies import Copies, StreamCopies, ThreadCopies
 
 _DEVICE_FRACTION = 0.9
 """Of a GPU's free memory, what its tier takes where nobody said how much."""
@@ -98,17 +98,15 @@ class KVCache:
     """Two tiers of blocks, [num_blocks, layers, 2, kv_heads, block_size, head_dim] each, zeroed.
 
     Block-major: a block is one contiguous piece, so that it moves between the tiers as one copy.
-    Copies are numbered and done in order; on a GPU they run on a stream of their own.
     """
 
     def __init__(self, shape: KVShape, size: KVSize, device: torch.device):
         self.shape = shape
         self.device_tier = _zeros(shape, size.device_blocks, device)
         self.host_tier = _zeros(shape, size.host_blocks, torch.device("cpu"), pinned=device.type == "cuda")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
+        make_copies = StreamCopies if device.type == "cuda" else ThreadCopies
+        self._copies: Copies = make_copies(self.device_tier, self.host_tier)
         self._last_started = 0
-        self._done = 0
 
     @property
     def layers(self) -> torch.Tensor:
@@ -119,12 +117,12 @@ class KVCache:
         """The device blocks of this stage's layer `index`: a view [num_blocks, 2, kv_heads, block_size, head_dim]."""
         return self.device_tier[:, index]
 
-    def clear(self, slots: torch.Tensor) -> None:
+    def clear(self, slots: Sequence[int]) -> None:
         """Zero whole blocks of the device tier: what is not a number in them would spoil their next owners."""
-        self.device_tier.index_fill_(0, slots.long(), 0)
+        self.device_tier[list(slots)] = 0
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Start copies; uploads are complete for all compute that is enqueued afterwards.
+        """Begin copies; they run beside what is computed from now on.
 
         Raises `ValueError` unless the copies' numbers go on without a gap.
         """
@@ -134,54 +132,15 @@ class KVCache:
             if copy.copy_id != self._last_started + 1:
                 raise ValueError(f"copy {copy.copy_id} follows {self._last_started}: a copy is missing or came twice")
             self._last_started = copy.copy_id
-        if self._stream is None:
-            self._copy_runs(copies)
-            self._done = self._last_started
-        else:
-            self._copy_on_stream(copies, self._stream)
+        self._copies.start(copies)
+
+    def wait_for(self, copy_id: int) -> float:
+        """What is computed from now on finds the uploads up to this number done; seconds that this rank stood."""
+        return self._copies.wait(copy_id) if copy_id else 0.0
 
     def copies_done(self) -> int:
         """The highest n such that copies 1..n are done. Never waits."""
-        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
-            self._done = self._pending.popleft()[0]
-        return self._done
-
-    def _copy_runs(self, copies: Sequence[BlockCopy]) -> None:
-        for first, count in _runs(copies):
-            on_device = self.device_tier[first.device_slot : first.device_slot + count]
-            on_host = self.host_tier[first.host_slot : first.host_slot + count]
-            if first.to_device:
-                on_device.copy_(on_host, non_blocking=True)
-            else:
-                on_host.copy_(on_device, non_blocking=True)
-
-    def _copy_on_stream(self, copies: Sequence[BlockCopy], stream: torch.cuda.Stream) -> None:
-        compute = torch.cuda.current_stream(stream.device)
-        stream.wait_stream(compute)  # the kernels that wrote the blocks, or last read the slots, come first
-        with torch.cuda.stream(stream):
-            self._copy_runs(copies)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-        self._pending.append((self._last_started, event))
-        if any(copy.to_device for copy in copies):
-            compute.wait_event(event)
-
-
-def _runs(copies: Sequence[BlockCopy]) -> Iterator[tuple[BlockCopy, int]]:
-    """Copies joined into (first copy, count) where direction and both slots go on by one."""
-    start = 0
-    for i in range(1, len(copies) + 1):
-        if i == len(copies) or not _follows(copies[start], copies[i], i - start):
-            yield copies[start], i - start
-            start = i
-
-
-def _follows(first: BlockCopy, copy: BlockCopy, distance: int) -> bool:
-    return (copy.device_slot, copy.host_slot, copy.to_device) == (
-        first.device_slot + distance,
-        first.host_slot + distance,
-        first.to_device,
-    )
+        return self._copies.done()
 
 
 def _zeros(shape: KVShape, num_blocks: int, device: torch.device, pinned: bool = False) -> torch.Tensor:

@@ -67,6 +67,9 @@ class Worker:
         self._builder = BatchBuilder(self._table, max_tokens, max_seqs, kv.device_tier.device)
         self._outputs = OutputReader(self._table)
         self._last_plan_id = 0
+        self._stall_s = 0.0
+        self._broken: set[int] = set()
+        """Slots that may hold what is not a number; cleared for their next owners."""
 
     def execute(self, plan: IterationPlan) -> RankReport:
         """Compute this rank's stage of a plan; the report has a result on the last stage's tp_rank 0.
@@ -79,15 +82,24 @@ class Worker:
         self._outputs.forget(plan.finished)
         for new in plan.new_requests:
             self._table.add(new)
+        if self._broken:
+            self._clear_broken(plan)
         self._kv.copy(plan.copies)
+        self._stall_s += self._kv.wait_for(plan.needs_copies)
         result = self._compute(plan) if plan.slices else IterationResult(plan.plan_id)
         self._last_plan_id = plan.plan_id
         return replace(self.report(), result=result if self._topology.reports_results else None)
 
     def report(self) -> RankReport:
         """Where this rank stands, without a result: copies done and memory change while it idles, too."""
-        free_bytes, rank = self._memory.free_bytes(), self._topology.rank
-        return RankReport(rank, self._last_plan_id, self._kv.copies_done(), free_bytes, energy_j=self._memory.energy_j)
+        return RankReport(
+            self._topology.rank,
+            self._last_plan_id,
+            self._kv.copies_done(),
+            free_bytes=self._memory.free_bytes(),
+            energy_j=self._memory.energy_j,
+            stall_s=self._stall_s,
+        )
 
     @torch.inference_mode()
     def _compute(self, plan: IterationPlan) -> IterationResult | None:
@@ -95,7 +107,7 @@ class Worker:
         hidden = self._receive(batch)
         start = time.perf_counter()
         output = self._model.forward(batch, self._kv, hidden)
-        self._clear_broken(batch, output)
+        self._note_broken(batch, output)
         if not self._topology.is_last_stage:
             self._comm.send_next(output)
         if not self._topology.reports_results:
@@ -103,10 +115,10 @@ class Worker:
         result = self._outputs.read(plan.plan_id, batch, output)
         return replace(result, compute_s=time.perf_counter() - start)
 
-    def _clear_broken(self, batch: Batch, output: torch.Tensor) -> None:
-        """Zero the blocks of sequences whose output is not a number: attention reads stale slots, times 0, too.
+    def _note_broken(self, batch: Batch, output: torch.Tensor) -> None:
+        """Note the slots of sequences whose output is not a number: attention reads stale slots, times 0, too.
 
-        It spreads to every column, so one is looked at. Such a request ends, and shares its blocks with no other.
+        It spreads to every column, so one is looked at.
         """
         if output.dtype == torch.int64:  # tokens
             finite = output >= 0
@@ -121,7 +133,21 @@ class Worker:
         broken = torch.searchsorted(batch.query_start, rows.to(finite.device)[~finite], right=True) - 1
         for i in sorted(set(broken.tolist())):
             num_blocks = -(-int(batch.seq_lens[i]) // self._table.block_size)
-            self._kv.clear(batch.block_tables[i, :num_blocks])
+            self._broken.update(batch.block_tables[i, :num_blocks].tolist())
+
+    def _clear_broken(self, plan: IterationPlan) -> None:
+        """Zero the noted slots that have a new owner, which writes them from their beginning on.
+
+        Not earlier: another request may share them, and must not take zeros for its KV.
+        """
+        size = self._table.block_size
+        for piece in plan.slices:
+            num_filled = -(-piece.start // size)
+            first = max(0, num_filled - piece.num_kept_blocks)
+            fresh = self._broken.intersection(piece.new_slots[first:])
+            if fresh:
+                self._kv.clear(sorted(fresh))
+                self._broken -= fresh
 
     def _receive(self, batch: Batch) -> torch.Tensor | None:
         if self._topology.is_first_stage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -382,13 +383,16 @@ def test_a_long_queue_is_not_looked_at(num_blocks: int, num_stages: int) -> None
     scheduler = Scheduler(policy, KvManager(num_blocks, 4), max_batch=16, max_batch_tokens=64, num_stages=num_stages)
     for i in range(5_000):
         scheduler.add(request(i, prompt_len=4, max_tokens=64, stop_token_ids=()), now=0.0)
+    plans: deque[IterationPlan] = deque()
     for i in range(50):
         policy.num_seen = 0
         plan = scheduler.schedule(float(i))
         assert policy.num_seen <= 17
-        if plan is not None and scheduler.num_in_flight == num_stages:
-            oldest = plan.plan_id - num_stages + 1
-            scheduler.update(IterationResult(oldest, (7,) * scheduler._in_flight[0].num_samples), float(i))
+        if plan is not None:
+            plans.append(plan)
+        if scheduler.num_in_flight == num_stages:
+            oldest = plans.popleft()
+            scheduler.update(IterationResult(oldest.plan_id, (7,) * sum(p.samples for p in oldest.slices)), float(i))
 
 
 def test_a_request_comes_once_and_resolved() -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from scheduling import POLICIES, Ranks, request
 
+from fastserve_hpc.core.cost import CostModel
+from fastserve_hpc.core.kv_policy import KV_POLICIES
 from fastserve_hpc.errors import RequestError
 
 
@@ -25,6 +27,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_batch=st.integers(1, 8),
         max_batch_tokens=st.integers(1, 32),
         policy=st.sampled_from(sorted(POLICIES)),
+        num_host_blocks=st.sampled_from([0, 2, 8, 40]),
+        kv_policy=st.sampled_from(sorted(KV_POLICIES)),
+        salt=st.sampled_from([None, b"salt"]),
+        cost=st.sampled_from([None, CostModel()]),
     )
     def start(self, **limits: Any) -> None:
         self.ranks = Ranks(**limits)
@@ -34,6 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 7]),
         prompt_logprobs=st.sampled_from([None, None, 1]),
         stops=st.sampled_from([(256,), (), (32, 256)]),
+        shared=st.sampled_from([0, 4, 9]),
+        cache_prefix=st.sampled_from([True, True, False]),
     )
     def arrive(self, lengths: list[tuple[int, int]], min_tokens: int, **sampling: Any) -> None:
         for prompt_len, max_tokens in lengths:
@@ -42,8 +50,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_len,
                 max_tokens,
                 min_tokens=min(min_tokens, max_tokens),
+                shared=sampling["shared"],
                 prompt_logprobs=sampling["prompt_logprobs"],
                 stop_token_ids=sampling["stops"],
+                cache_prefix=sampling["cache_prefix"],
             )
             fits = self.ranks.scheduler.kv.blocks_for(prompt_len + max_tokens - 1) <= self.ranks.scheduler.kv.num_total
             with nullcontext() if fits else pytest.raises(RequestError, match="--device-kv"):
@@ -71,11 +81,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.ranks.abort(data.draw(st.sampled_from(self.ranks.scheduler.request_ids())))
 
+    @rule(count=st.integers(1, 6), uploads_first=st.booleans())
+    def copy(self, count: int, uploads_first: bool) -> None:
+        self.ranks.copy(count, uploads_first)
+
     @rule(turns=st.integers(1, 12))
     def go_on(self, turns: int) -> None:
         for _ in range(turns):
-            if self.ranks.schedule() is None and self.ranks.num_in_flight:
-                self.ranks.land()
+            if self.ranks.schedule() is None:
+                if self.ranks.num_in_flight:
+                    self.ranks.land()
+                else:
+                    self.ranks.copy()
 
     def teardown(self) -> None:
         if hasattr(self, "ranks"):
@@ -87,6 +104,6 @@ class LongSchedulerMachine(SchedulerMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestSchedulerLong = pytest.mark.slow(pytest.mark.timeout(900)(LongSchedulerMachine.TestCase))
 TestSchedulerLong.settings = settings(max_examples=1000, stateful_step_count=50, deadline=None)

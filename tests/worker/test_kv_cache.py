@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fastserve_hpc.core.plan import BlockCopy
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.models.spec import ModelSpec, RopeSpec
 from fastserve_hpc.parallel.topology import Topology
+from fastserve_hpc.worker.copies import measure, runs
 from fastserve_hpc.worker.kv_cache import KVCache, KVShape, KVSize, choose_size
 
 CPU = torch.device("cpu")
@@ -123,25 +125,76 @@ def filled(num_device: int, num_host: int) -> KVCache:
     return kv
 
 
-copies = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), st.booleans()), max_size=12)
+def wait_until_done(kv: KVCache, copy_id: int) -> None:
+    deadline = time.monotonic() + 10
+    while kv.copies_done() < copy_id:
+        assert time.monotonic() < deadline
+        time.sleep(1e-4)
+
+
+rounds = st.lists(
+    st.tuples(st.permutations(range(8)), st.permutations(range(8)), st.lists(st.booleans(), max_size=8)), max_size=3
+)
 
 
 @settings(max_examples=100, deadline=None)
-@given(copies, st.integers(0, 12))
-def test_copies_are_done_in_order_whatever_runs_they_make(moves: list[tuple[int, int, bool]], split: int) -> None:
+@given(rounds, st.integers(0, 8))
+def test_copies_move_what_they_name_whatever_runs_they_make(
+    moves: list[tuple[list[int], list[int], list[bool]]], split: int
+) -> None:
+    """Within a round no slot is in two copies, as the coordinator has it."""
     kv = filled(8, 8)
     device, host = [100.0 + i for i in range(8)], [200.0 + i for i in range(8)]
-    numbered = [BlockCopy(i, d, h, up) for i, (d, h, up) in enumerate(moves, start=1)]
-    for d, h, up in moves:
-        if up:
-            device[d] = host[h]
-        else:
-            host[h] = device[d]
-    kv.copy(numbered[:split])
-    kv.copy(numbered[split:])
-    assert kv.copies_done() == len(moves)
+    last = 0
+    for device_slots, host_slots, directions in moves:
+        numbered = []
+        for d, h, up in zip(device_slots, host_slots, directions, strict=False):
+            last += 1
+            numbered.append(BlockCopy(last, d, h, up))
+            if up:
+                device[d] = host[h]
+            else:
+                host[h] = device[d]
+        kv.copy(numbered[:split])
+        kv.copy(numbered[split:])
+        uploads = [copy for copy in numbered if copy.to_device]
+        assert kv.wait_for(last) >= 0
+        assert all(kv.device_tier.view(-1, 2)[c.device_slot, 0] == device[c.device_slot] for c in uploads)
+        wait_until_done(kv, last)
+    assert kv.copies_done() == last
     assert kv.device_tier.view(-1, 2)[:, 0].tolist() == device
     assert kv.host_tier.view(-1, 2)[:, 1].tolist() == host
+
+
+def test_neighbours_are_copied_as_one_piece() -> None:
+    slots = [(3, 5), (4, 6), (5, 7), (7, 8), (8, 9), (9, 11)]
+    copies = [BlockCopy(i, d, h, True) for i, (d, h) in enumerate(slots, start=1)]
+    assert [(first.device_slot, count) for first, count in runs(copies)] == [(3, 3), (7, 2), (9, 1)]
+
+
+def test_an_upload_overtakes_offloads_and_is_waited_for_alone() -> None:
+    kv = KVCache(KVShape(1, 1, 1024, 1024, torch.float32), KVSize(33, 33), CPU)
+    kv.host_tier[32] = 7
+    copies = [BlockCopy(i + 1, i, i, False) for i in range(32)]
+    kv.copy([*copies, BlockCopy(33, 32, 32, True)])
+    assert kv.wait_for(33) > 0
+    assert kv.device_tier[32].mean() == 7
+    wait_until_done(kv, 33)
+
+
+def test_a_copy_that_fails_is_heard_of() -> None:
+    kv = filled(4, 4)
+    kv.copy([BlockCopy(1, 0, 99, True)])
+    with pytest.raises(ValueError, match="broadcast"):
+        kv.wait_for(1)
+    with pytest.raises(ValueError, match="broadcast"):
+        kv.copies_done()
+
+
+def test_the_cost_of_a_copy_is_measured() -> None:
+    kv = filled(4, 4)
+    assert min(measure(kv.device_tier, kv.host_tier)) > 0
+    assert measure(kv.device_tier, kv.host_tier[:0]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("copy_id", [1, 3])
