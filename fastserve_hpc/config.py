@@ -80,7 +80,9 @@ class EngineConfig:
         "What becomes of KV when the device is full: proactive (moved to the host ahead of need), reactive (moved when "
         "needed), recompute (given up), defer (nobody is admitted whose KV does not fit).",
     )
-    prefix_cache: bool = option(True, "Keep the KV of prompts and answers for requests that begin alike.")
+    prefix_cache: Literal["on", "off"] = option(
+        "on", "Keep the KV of prompts and answers for requests that begin alike."
+    )
     block_size: int = option(16, "Tokens in one KV block.", limits=(1, 65536))
     max_model_len: int | None = option(
         None, "Longest prompt + answer in tokens. Default: the model's own limit.", limits=(2, 2**27)

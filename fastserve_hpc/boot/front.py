@@ -93,7 +93,7 @@ class Front:
             engine.block_size,
             built.num_host_blocks,
             policy=KV_POLICIES[engine.kv_policy],
-            salt=os.urandom(32) if engine.prefix_cache else None,
+            salt=os.urandom(32) if engine.prefix_cache == "on" else None,
             copy_costs=built.copy_costs,
             block_bytes=built.block_bytes,
             last_plan_id=calibrated.last_plan_id,

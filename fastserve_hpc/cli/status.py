@@ -45,6 +45,7 @@ def as_record(status: EngineStatus) -> dict[str, Any]:
         "host_blocks": _blocks(status.host_blocks),
         "preemptions": status.preemptions,
         "uptime_s": status.uptime_s,
+        "details": dict(status.details),
     }
 
 
@@ -71,6 +72,20 @@ def _rows(status: EngineStatus) -> list[tuple[str, str]]:
         ("tokens", f"{status.prompt_tokens:,} of prompts, {status.output_tokens:,} of answers"),
         ("device KV", _share(status.device_blocks)),
         ("host KV", _share(status.host_blocks)),
+        *_kv_rows(status.details),
+    ]
+
+
+def _kv_rows(details: dict[str, float]) -> list[tuple[str, str]]:
+    if "offloaded_bytes" not in details:
+        return []
+    moved = (f"{details[f'{way}_bytes'] / 1e6:,.1f} MB {way}" for way in ("offloaded", "uploaded"))
+    return [
+        ("KV moved", f"{', '.join(moved)}, {details.get('stall_s', 0.0):.1f} s waited for it"),
+        (
+            "KV reused",
+            f"{details['prefix_tokens']:,.0f} tokens of prefixes; {details['recomputed_tokens']:,.0f} computed again",
+        ),
     ]
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from click.testing import Result
@@ -27,6 +28,7 @@ def test_json_has_exactly_the_promised_keys(run: Run) -> None:
         "host_blocks": {"total": 0, "used": 0},
         "preemptions": 3,
         "uptime_s": 61.5,
+        "details": {},
     }
 
 
@@ -36,6 +38,14 @@ def test_the_table_is_for_people(run: Run) -> None:
     assert "1 running, 2 waiting, 3 preemptions" in output
     assert "4 of 10 blocks used (40 %)" in output
     assert "0 of 0 blocks used" in output
+
+
+def test_the_table_tells_what_kv_was_moved(run: Run, server: FakeServer) -> None:
+    details = {"offloaded_bytes": 2.5e6, "uploaded_bytes": 1e6, "stall_s": 0.25, "prefix_tokens": 1200.0}
+    server.status = replace(server.status, details={**details, "recomputed_tokens": 7.0})
+    output = run("status").stdout
+    assert "2.5 MB offloaded, 1.0 MB uploaded, 0.2 s waited for it" in output
+    assert "1,200 tokens of prefixes; 7 computed again" in output
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3725, "1 h 2 min")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -138,14 +139,23 @@ def test_request_offloaded_and_uploaded_elsewhere_goes_on_as_before() -> None:
     tokens = PROMPT + one.generate(1, PROMPT, SAMPLED, 4)  # 10 stored tokens in blocks 0, 1, 2
     one.plan(copies=tuple(BlockCopy(i + 1, i, 20 + i, to_device=False) for i in range(3)))
     one.generate(2, PROMPT, GREEDY, 1)
+    wait_for_copies(one.workers[0], 3)
     overwrite = Slots([0, 1, 2])
     one.plan(overwrite.slice(3, 0, 12), new_requests=(new_request(3, [1] * 12),))
     uploads = tuple(BlockCopy(i + 4, 28 + i, 20 + i, to_device=True) for i in range(3))
     piece = SequenceSlice(1, 10, 1, 0, (28, 29, 30), tuple(tokens[-1:]), samples=True)
-    result = one.plan(piece, copies=uploads)
+    result = one.plan(piece, copies=uploads, needs_copies=6)
     one.slots.held[1] = [28, 29, 30]
     assert one.decode(1, [*tokens, *result.token_ids], 3)[len(PROMPT) :] == undisturbed
-    assert one.workers[0].report().copies_done == 6
+    wait_for_copies(one.workers[0], 6)
+    assert one.workers[0].report().stall_s > 0
+
+
+def wait_for_copies(worker: Worker, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while worker.report().copies_done < count:
+        assert time.monotonic() < deadline
+        time.sleep(1e-4)
 
 
 def test_plan_without_slices_only_takes_in_what_it_says() -> None:
@@ -271,7 +281,7 @@ def test_output_that_is_no_number_is_the_error_of_its_request_only(
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_blocks_of_output_that_is_no_number_are_cleared_on_every_stage(
+def test_blocks_of_output_that_is_no_number_are_cleared_for_their_next_owner(
     spoil: Callable[[int], None], num_stages: int
 ) -> None:
     link = Link()
@@ -282,8 +292,15 @@ def test_blocks_of_output_that_is_no_number_are_cleared_on_every_stage(
     spoil(1)  # the second request's logits; of two stages also, on the first, a token of the first request
     new = tuple(new_request(i, PROMPT) for i in (1, 2))
     one.plan(*(one.slots.slice(i, 0, 7, samples=True) for i in (1, 2)), new_requests=new)
-    cleared = [[slot for slot, block in enumerate(worker._kv.device_tier) if not block.any()] for worker in workers]
-    assert cleared == ([[5, 8]] if num_stages == 1 else [[4, 6], [4, 5, 6, 8]])
+    broken = [worker._broken for worker in workers]
+    assert broken == ([{5, 8}] if num_stages == 1 else [{4, 6}, {4, 5, 6, 8}])
+    assert workers[-1]._kv.device_tier[8].any(), "another request may share it"
+    one.slots.release(2)
+    last = one.slots.slice(3, 0, 7, samples=True)
+    assert last.new_slots == (5, 8)
+    one.plan(last, new_requests=(new_request(3, PROMPT),), finished=(2,))
+    assert not workers[-1]._kv.device_tier[8, ..., 3, :].any()
+    assert workers[0]._broken == (set() if num_stages == 1 else {4, 6})
 
 
 def test_prompt_score_that_is_no_number_is_an_error(spoil: Callable[[int], None]) -> None:
