@@ -1,4 +1,4 @@
-"""Shows 7 and 9: memory for a few of many requests changes no bit of their answers; what begins alike is computed once."""
+"""Shows 7 and 9: little memory changes no bit of an answer; what begins alike is computed once."""
 
 from __future__ import annotations
 
