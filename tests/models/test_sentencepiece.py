@@ -91,7 +91,8 @@ def test_gemmas_files_hold_pieces_in_the_order_of_joining(tmp_path: Path) -> Non
     right = load_tokenizer(write(tmp_path / "llama.gguf", prefix=False))
     gemma = load_tokenizer(write(tmp_path / "gemma.gguf", "gemma3", scores=backwards, prefix=False))
     llama = load_tokenizer(write(tmp_path / "backwards.gguf", scores=backwards, prefix=False))
-    text = "".join(random.Random(3).choice("abcd ") for _ in range(500))
+    rng = random.Random(3)
+    text = "".join(rng.choice("abcd ") for _ in range(500))
     assert gemma.encode(text) == right.encode(text) != llama.encode(text)
 
 
