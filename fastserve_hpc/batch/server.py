@@ -119,7 +119,7 @@ class BatchServer:
         """All that the client is told beside the prompt. Lines often share their sampling parameters."""
         if ask.sampling is not self._last_sampling:
             self._last_sampling, self._last_fields = ask.sampling, sampling_fields(ask.sampling)
-        fields = {"model": ask.model, "service_class": "batch", **self._last_fields}
+        fields = {"model": ask.model, "service_class": "batch", **self._last_fields, **ask.hints}
         if ask.continuation is not None:
             fields["continuation"] = ask.continuation
         if self._slowdown is not None:

@@ -29,6 +29,14 @@ A question, a file's text, a pipe, a text to go on with:
 @click.option("--system", help="What the model is told before the prompt.")
 @click.option("--raw", is_flag=True, help="Go on with the prompt as it is, without the model's chat template.")
 @click.option("--n", type=int, default=1, show_default=True, help="How many different answers.")
+@click.option("--session", help="Requests of one session that are there together count as one to the scheduler.")
+@click.option("--expected-tokens", type=click.IntRange(min=1), help="About how long the answer will be, if you know.")
+@click.option(
+    "--class",
+    "service_class",
+    type=click.Choice(["interactive", "batch"]),
+    help="batch: behind all interactive requests. Default: interactive.",
+)
 @endpoint_options()
 @sampling_options
 @json_option("Print one JSON object at the end: text, token_ids, finish_reason, choices, ttft_s, latency_s.")
@@ -42,9 +50,9 @@ def command(
     n: int,
     endpoint: str | None,
     job: str | None,
-    sampling: dict[str, Any],
     as_json: bool,
     stats: Path | None,
+    **options: Any,
 ) -> ExitCode:
     """Send one PROMPT and stream the answer. '-', or no prompt and a pipe, reads standard input."""
     from fastserve_hpc.client import Client
@@ -55,7 +63,7 @@ def command(
     what = _as_chat(content, system) if not raw else _as_text(content, system)
     live = n == 1 and not as_json
     with Client(endpoint, job=job) as client:
-        answer = follow(client.stream(what, n=n, **sampling), n, _write if live else _ignore)
+        answer = follow(client.stream(what, n=n, **_given(**options)), n, _write if live else _ignore)
     _show(answer, live, as_json)
     if stats is not None:
         with stats.open("a", encoding="utf-8") as out:
@@ -63,6 +71,11 @@ def command(
     if answer.was_cut_off:
         raise StoppedError("the server ended before the answer was finished")
     return ExitCode.DONE
+
+
+def _given(sampling: dict[str, Any], **hints: Any) -> dict[str, Any]:
+    """Sampling, and what the scheduler is told; the client has the defaults."""
+    return {**sampling, **{name: value for name, value in hints.items() if value is not None}}
 
 
 def _the_prompt(text: str | None, prompt: str | None, file: Path | None) -> str:

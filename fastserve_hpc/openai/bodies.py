@@ -1,7 +1,8 @@
 """Request bodies of /v1/completions and /v1/chat/completions, and what they ask for.
 
 The fields of the OpenAI API and the usual extras of open servers (top_k, min_p, repetition_penalty,
-min_tokens, ignore_eos, stop_token_ids, prompt_logprobs). Fields that would change the answer but
+min_tokens, ignore_eos, stop_token_ids, prompt_logprobs), and what the scheduler may know: session and
+expected_tokens. Fields that would change the answer but
 are not supported are refused; all others that we do not know are ignored. A temperature that is
 left out is greedy.
 """
@@ -83,6 +84,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
+    session: str | None = None
+    """Requests of one session that are there together count as one to the scheduler."""
+    expected_tokens: int | None = None
+    """How long the answer will be, as far as the client knows."""
 
 
 class CompletionBody(SamplingFields, frozen=True, kw_only=True):
@@ -113,6 +118,14 @@ class Ask:
     beside the prompt, and the response leaves it out."""
     continuation: str | list[int] | None = None
     """Kind "score": what is scored after the prompt."""
+    session: str | None = None
+    expected_tokens: int | None = None
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        """What the client says to the scheduler, as the keywords that a client takes; only what was given."""
+        given = {"session": self.session, "expected_tokens": self.expected_tokens}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def wants_output(self) -> bool:
@@ -129,7 +142,9 @@ def parse_body(kind: Kind, body: dict[str, Any]) -> Ask:
         chat = _convert(body, ChatBody)
         if not chat.messages:
             raise RequestError("messages is empty: it must hold at least 1 message")
-        return Ask(kind, [message.as_dict() for message in chat.messages], _chat_sampling(chat), chat.model)
+        messages = [message.as_dict() for message in chat.messages]
+        hints: dict[str, Any] = {"session": chat.session, "expected_tokens": chat.expected_tokens}
+        return Ask(kind, messages, _chat_sampling(chat), chat.model, **hints)
     return _completion_ask(_convert(body, CompletionBody))
 
 
@@ -142,7 +157,9 @@ def _completion_ask(body: CompletionBody) -> Ask:
         if not echo or (body.n or 1) != 1:
             raise RequestError("max_tokens is 0: that returns the prompt's scores, which needs echo: true and n 1")
         values |= {"max_tokens": 1, "logprobs": None}
-    return Ask("completion", _prompt(body.prompt), _sampling(body, **values), body.model, echo, scores_only)
+    sampling = _sampling(body, **values)
+    hints: dict[str, Any] = {"session": body.session, "expected_tokens": body.expected_tokens}
+    return Ask("completion", _prompt(body.prompt), sampling, body.model, echo, scores_only, **hints)
 
 
 class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):

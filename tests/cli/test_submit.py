@@ -33,6 +33,13 @@ def test_raw_text_is_sent_as_it_is(run: Run, server: FakeServer) -> None:
     assert run("submit", "--raw", "Once", "--system", "x").exit_code == 2
 
 
+def test_the_scheduler_is_told_what_is_known(run: Run, server: FakeServer) -> None:
+    run("submit", "--raw", "x", "--session", "agent 7", "--expected-tokens", "40", "--class", "batch")
+    told = {"session": "agent 7", "expected_tokens": 40, "service_class": "batch"}
+    assert server.requests == [{"prompt": "x", "n": 1, **told}]
+    assert run("submit", "x", "--expected-tokens", "0").exit_code == 2
+
+
 @pytest.mark.parametrize("args", [(), ("-",)])
 def test_the_prompt_comes_from_a_pipe(run: Run, server: FakeServer, args: tuple[str, ...]) -> None:
     assert run("submit", *args, input="from a pipe").exit_code == 0

@@ -41,6 +41,15 @@ def test_every_sampling_field_arrives() -> None:
     assert {name: getattr(sampling, name) for name in fields} == fields
 
 
+@pytest.mark.parametrize(("kind", "body"), [("completion", {"prompt": "Once"}), ("chat", chat())])
+def test_what_the_scheduler_may_know(kind: Any, body: dict[str, Any]) -> None:
+    assert parse_body(kind, body).hints == {}
+    ask = parse_body(kind, {**body, "session": "agent 7", "expected_tokens": 40})
+    assert ask.hints == {"session": "agent 7", "expected_tokens": 40}
+    with pytest.raises(RequestError, match="expected_tokens"):
+        parse_body(kind, {**body, "expected_tokens": "long"})
+
+
 def test_lists_and_keys_are_translated() -> None:
     body = chat(logit_bias={"12": -5, "7": 1.5}, stop="END", stop_token_ids=[3, 4], model="smollm2-135m")
     ask = parse_body("chat", body)

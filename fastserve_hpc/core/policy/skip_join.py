@@ -21,8 +21,10 @@ _BATCH_CLASS = 1000.0
 """Added to the levels of the service class `batch`: behind everyone else."""
 _MAX_VICTIMS = 8
 """Running requests, from the worst, that are looked at for one to replace."""
-_PINNED = -1.0
-"""The level of those whom nobody may replace."""
+_PINNED = -2.0
+"""The place of those whom nobody may replace."""
+_AGED = -1.0
+"""The place of those that have waited too long, until their prompt is done."""
 
 
 class SkipJoin:
@@ -202,8 +204,12 @@ class SkipJoin:
     def _enter(self, entry: Entry) -> None:
         self._order += 1
         entry.order = self._order
-        entry.place = _PINNED if entry.is_pinned else entry.level
         entry.is_prefilling = entry.prompt_left > 0
+        entry.place = entry.level
+        if entry.is_pinned:
+            entry.place = _PINNED
+        elif entry.is_aged and entry.is_prefilling:
+            entry.place = _AGED
         (self._prefilling if entry.is_prefilling else self._decoding).put(entry.place, entry.sequence)
 
     def _leave(self, entry: Entry) -> None:

@@ -41,6 +41,8 @@ class Entry:
     is_hinted: bool = False
     """Its level comes from a hint that was trusted."""
     is_aged: bool = False
+    aged_order: int = 0
+    """Counts those that became aged."""
     is_pinned: bool = False
     session: list[int] | None = None
     stay: int = 0
@@ -54,6 +56,7 @@ class Waiting:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._by_key: _Heap = []
+        self._num_aged = 0
         self._by_level: _Heap = []
         self._by_arrival: _Heap = []
         self._by_bound: dict[float, _Heap] = {}
@@ -77,7 +80,8 @@ class Waiting:
         del self._entries[entry.number]
 
     def first(self) -> Entry | None:
-        """The one that gets the next free place: pinned, aged by arrival, then by level, those replaced first."""
+        """The one that gets the next free place: pinned; aged, those without a token first; then by level, those
+        replaced first."""
         return self._top(self._by_key)
 
     def best(self) -> Entry | None:
@@ -96,6 +100,8 @@ class Waiting:
             while count < _MAX_AGED and (entry := self._top(heap)) and now - entry.arrived >= level_bound_s:
                 heappop(heap)
                 entry.is_aged = True
+                self._num_aged += 1
+                entry.aged_order = self._num_aged
                 self._file(entry)
                 count += 1
             if not heap:
@@ -121,8 +127,10 @@ class Waiting:
     def _file(self, entry: Entry) -> None:
         """By its place in the queue now; the one before, if it is in the heap, is behind this."""
         key = (2.0, entry.level, float(not entry.was_running), float(entry.order or entry.number))
-        if entry.is_pinned or entry.is_aged:
-            key = (0.0 if entry.is_pinned else 1.0, float(entry.number), 0.0, 0.0)
+        if entry.is_pinned:
+            key = (0.0, float(entry.number), 0.0, 0.0)
+        elif entry.is_aged:
+            key = (1.0, float(not entry.prompt_left), float(entry.aged_order), 0.0)
         entry.wait_key = key
         self._push(self._by_key, key, entry)
 
