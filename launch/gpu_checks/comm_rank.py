@@ -1,4 +1,4 @@
-"""One rank of the check of `TorchTensorComm`: `python -m launch.gpu_checks.comm_rank cuda|cpu`, alone or under mpiexec."""
+"""One rank of the check of `TorchTensorComm`: `python -m launch.gpu_checks.comm_rank cuda|cpu`, mpiexec before it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def check_stage(comm: TorchTensorComm, topology: Topology, device: torch.device)
             parts = [part(rank, shape, dtype, device) for rank in topology.stage_ranks]
             total = torch.stack([x.float() for x in parts]).sum(dim=0)
             tolerance = 1e-4 if dtype is torch.float32 else 0.05
-            torch.testing.assert_close(
-                comm.all_reduce(parts[topology.tp_rank].clone()).float(), total, atol=tolerance, rtol=tolerance
-            )
+            found = comm.all_reduce(parts[topology.tp_rank].clone()).float()
+            torch.testing.assert_close(found, total, atol=tolerance, rtol=tolerance)
             assert torch.equal(comm.all_gather(parts[topology.tp_rank]), torch.cat(parts, dim=-1))
 
 
@@ -47,7 +46,7 @@ def check_links(comm: TorchTensorComm, topology: Topology, device: torch.device)
 
 
 def check_backend(device: torch.device) -> float:
-    """A sum over the whole group, also of one rank, where `TorchTensorComm` has nothing to do; microseconds for 4 KB."""
+    """A sum of 4 KB over the group, also where it is one rank and `TorchTensorComm` has nothing to do; microseconds."""
     x, times = torch.ones(1024, device=device), []
     for _ in range(50):
         began = time.perf_counter()
