@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fastserve_hpc.errors import ModelError
 from fastserve_hpc.models.chat_template import ChatTemplate
 from fastserve_hpc.models.tokenizer import BpeTokenizer, DecoderStyle
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -23,18 +26,15 @@ class _TokenizerFile(msgspec.Struct):
 
 def read(directory: Path) -> BpeTokenizer:
     """Raises `ModelError` naming the file and the cure."""
-    from tokenizers import Tokenizer
-
-    path = directory / "tokenizer.json"
-    style = _style(path)
-    try:
-        library = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{path} cannot be read ({error}): copy it again, or update the tokenizers package") from error
-    library.no_truncation()
-    library.no_padding()
     config = _json_object(directory / "tokenizer_config.json")
     names = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
+    path = directory / "tokenizer.json"
+    if not path.is_file() and config.get("tokenizer_class") == "GPT2Tokenizer":
+        style, library = DecoderStyle(byte_level=True), _gpt2(directory, names)
+    else:
+        style, library = _style(path), _from_file(path)
+    library.no_truncation()
+    library.no_padding()
     source = _template_source(directory, config)
     eos = library.token_to_id(names["eos_token"]) if "eos_token" in names else None
     return BpeTokenizer(
@@ -45,6 +45,33 @@ def read(directory: Path) -> BpeTokenizer:
         bos_in_front=library.token_to_id(names["bos_token"]) if _adds_bos(config, names) else None,
         prefix_token_id=library.token_to_id(names["bos_token"]) if "bos_token" in names else None,
     )
+
+
+def _from_file(path: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{path} cannot be read ({error}): copy it again, or update the tokenizers package") from error
+
+
+def _gpt2(directory: Path, names: dict[str, str]) -> tokenizers.Tokenizer:
+    """The two files of older models, OPT among them: byte-level BPE with GPT-2's way to cut a text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    files = (directory / "vocab.json", directory / "merges.txt")
+    try:
+        library = Tokenizer(models.BPE.from_file(*map(str, files)))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(
+            f"{directory} has no tokenizer.json, and of {files[0].name} and {files[1].name} one is missing or broken "
+            f"({error}): copy them again"
+        ) from error
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in names.values()])
+    return library
 
 
 def _adds_bos(config: dict[str, Any], names: dict[str, str]) -> bool:

@@ -194,6 +194,28 @@ def test_bos_goes_in_front_once_if_the_config_wants_it(tmp_path: Path) -> None:
     assert plain.encode("hi") == smollm().encode("hi")
 
 
+def test_the_two_files_of_older_models(tmp_path: Path) -> None:
+    """As OPT has them."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator(TEXTS * 3, vocab_size=400, special_tokens=["<s>", "<pad>", "</s>"], show_progress=False)
+    trained.save_model(str(tmp_path))
+    names = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": {"content": "<pad>"}, "add_bos_token": True}
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({**names, "tokenizer_class": "GPT2Tokenizer"}))
+    loaded = load_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert loaded.encode(text) == [2, *trained.encode(text).ids]
+        assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.eos_token_ids == (2,)
+    assert loaded.encode("a</s>")[-1] == 2
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, and of vocab\.json and merges\.txt one is missing"):
+        load_tokenizer(tmp_path)
+    config.write_text(json.dumps({**names, "tokenizer_class": "Qwen2Tokenizer"}))
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
+        load_tokenizer(tmp_path)
+
+
 def test_where_the_chat_template_comes_from(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(RequestError, match="no chat template: send a prompt"):
