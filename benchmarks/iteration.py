@@ -1,7 +1,8 @@
 """Where the time of an iteration goes: `python benchmarks/iteration.py --sequences 64`.
 
-Runs scheduler and worker in this process, on one thread, and prints CPU milliseconds of each phase: they hardly change
-when others use the machine, as wall times do. Needs the repository on PYTHONPATH (. and kernels).
+Runs scheduler and worker in this process and prints milliseconds of each phase. On one thread they are CPU time, which
+hardly changes when others use the machine; with --threads it is wall time, for a quiet one. Needs the repository on
+PYTHONPATH (. and kernels).
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ PHASES = {
     "schedule": ("scheduler", "schedule"),
     "batch to tensors": ("worker._builder", "build"),
     "forward": ("worker._model", "forward"),
-    "  embedding": ("worker._model", "_embedding"),
+    "  embedding": ("worker._model", "_entrance"),
     "  layers": ("worker._model", "_stack"),
-    "  head": ("worker._model", "_head"),
+    "  head": ("worker._model._head.vocabulary", "_own_logits"),
+    "  most likely": ("worker._model._head.vocabulary._shard.ops", "most_likely"),
     "look for NaN": ("worker", "_clear_broken"),
     "sample": ("worker._outputs", "read"),
     "report": ("worker", "report"),
@@ -49,16 +51,17 @@ PHASES = {
 
 
 class Clock:
-    """CPU seconds of this thread by phase."""
+    """Seconds by phase; `now` is the clock that tells them."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            start = time.thread_time()
+            start = self._now()
             result = call(*args)
-            self.seconds[phase] += time.thread_time() - start
+            self.seconds[phase] += self._now() - start
             return result
 
         return run
@@ -67,12 +70,12 @@ class Clock:
 class Engine:
     """Scheduler and worker of one rank."""
 
-    def __init__(self, model_name: str, max_batch: int):
-        torch.set_num_threads(1)
+    def __init__(self, model_name: str, max_batch: int, num_threads: int):
+        torch.set_num_threads(num_threads)
         config = EngineConfig(model=model_name)
         files = locate(model_name)
         spec = load_spec(files.path)
-        chosen = for_device(torch.device("cpu"), "auto", find_kernels(config.block_size, spec.head_dim, 1))
+        chosen = for_device(torch.device("cpu"), "auto", find_kernels(config.block_size, spec.head_dim, num_threads))
         print(chosen.description)
         model: Model = load_model(files, spec, Topology(), SingleComm(), chosen.dtype, ops=chosen.ops)
         keep_freed_memory()
@@ -87,7 +90,7 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             num_stages=1,
         )
-        self.clock = Clock()
+        self.clock = Clock(time.thread_time if num_threads == 1 else time.perf_counter)
         for phase, (owner, name) in PHASES.items():
             target: Any = self
             for part in owner.split("."):
@@ -105,7 +108,7 @@ class Engine:
 
 
 def show(kind: str, count: int, seconds: dict[str, float]) -> None:
-    print(f"\n{kind}: {count} iterations, CPU ms each")
+    print(f"\n{kind}: {count} iterations, ms each")
     for phase in PHASES:
         print(f"  {phase:<18}{seconds[phase] / count * 1e3:9.3f}")
 
@@ -117,8 +120,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    engine = Engine(options.model, options.sequences)
+    engine = Engine(options.model, options.sequences, options.threads)
     for number in range(1, options.sequences + 1):
         prompt = tuple((number * 977 + i * 131) % 40000 + 500 for i in range(options.prompt))
         sampling = SamplingParams(max_tokens=options.output, temperature=options.temperature, seed=number)

@@ -5,7 +5,6 @@ They sum in float32 and in one fixed order: a row's bits depend neither on its n
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,15 +57,13 @@ class KernelOps:
             "gelu_tanh_mul": Code.GELU_TANH_MUL,
             "relu": Code.RELU,
         }
-        self._packing = threading.Lock()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> Linear:
-        with self._packing:  # layers are loaded by several threads, and share the memory for packed weights
-            if activation not in _GATED:
-                return Linear(self.kernels.pack_linear(weight, bias), activation)
-            gate, up = weight.chunk(2)
-            gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-            return Linear(self.kernels.pack_linear(gate, gate_bias, up=up, up_bias=up_bias), activation)
+        if activation not in _GATED:
+            return Linear(self.kernels.pack_linear(weight, bias), activation)
+        gate, up = weight.chunk(2)
+        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+        return Linear(self.kernels.pack_linear(gate, gate_bias, up=up, up_bias=up_bias), activation)
 
     def linear(
         self,
