@@ -22,7 +22,7 @@ def commands(heading: str) -> list[str]:
     section = TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = "\n".join(re.findall(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
     assert lines, heading
-    return lines.replace("\\\n", " ").splitlines()
+    return [line for line in lines.replace("\\\n", " ").splitlines() if line]
 
 
 def test_every_command_is_one_that_exists() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,11 +120,28 @@ def test_show_4_with_a_node_powered_off_in_the_middle(login: Login, tmp_path: Pa
     batch.assert_as_uninterrupted()
 
 
+# The fake model, taking its time; --env makes it the program of a job.
+SLOW = """
+from functools import partial
+from fastserve_hpc.boot import workers
+from fastserve_hpc.cli import main
+workers.FakeWorker = partial(workers.FakeWorker, delay_s=0.02)
+main()
+"""
+
+
 @pytest.mark.slow
 def test_show_4_with_a_time_limit_of_one_minute(login: Login, tmp_path: Path) -> None:
-    """Work for more than that: the warning comes, the job is queued again, and again until all is done."""
-    batch = Batch(login, tmp_path, 5000, 400, "--model", "fake", "--max-batch", "1")
-    batch.submit("--time", "1")
+    """Work for 80 s: the warning comes, or the server knows by itself; the job is queued again until all is done."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    program = tmp_path / "fastserve-hpc"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/slow.py "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "env.sh").write_text(f"PATH={tmp_path}:$PATH\n")
+    batch = Batch(login, tmp_path, 160, 100, "--model", "fake", "--max-batch", "4", "--policy", "fcfs")
+    batch.submit("--time", "1", "--env", str(tmp_path / "env.sh"))
     batch.wait_for_restart()
-    batch.wait_completed(timeout_s=400)
+    assert 0 < batch.num_done < batch.num_lines
+    batch.wait_completed(timeout_s=500)
+    assert "DUE TO TIME LIMIT" not in batch.log.read_text()
     batch.assert_as_uninterrupted()
