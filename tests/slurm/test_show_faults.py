@@ -100,7 +100,7 @@ class Faulty:
         return output
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_show_3_a_killed_rank_ends_the_step_in_5_s(login: Login, victim: int) -> None:
     faulty = Faulty(login)
     faulty.signal("KILL", f"n{victim + 1}")
@@ -108,7 +108,7 @@ def test_show_3_a_killed_rank_ends_the_step_in_5_s(login: Login, victim: int) ->
     wait_until(lambda: not login.ranks(), 10, "the ranks to end")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_show_3_a_stopped_rank_is_reported_and_the_step_ends(login: Login, victim: int) -> None:
     """Slurm itself would wait for it."""
     faulty = Faulty(login, "--heartbeat-s", "3")
