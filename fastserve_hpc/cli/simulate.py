@@ -68,6 +68,14 @@ _COUNT = click.IntRange(min=1)
 @click.option("--pp", type=_COUNT, default=1, show_default=True, help="Stages.")
 @click.option("--chunk", type=_COUNT, default=2048, show_default=True, help="Most tokens in one iteration.")
 @click.option("--kv-tokens", help="Tokens in the KV cache, or ample. Default: what the memory holds.")
+@click.option("--host-kv-tokens", type=click.IntRange(min=0), help="Tokens in host memory. Default: what 200 GB hold.")
+@click.option(
+    "--copies",
+    type=click.Choice(["coalesced", "per-block"]),
+    default="coalesced",
+    show_default=True,
+    help="Whether neighbouring KV blocks are copied in one piece.",
+)
 @click.option("--arrivals", default=None, help="trace, poisson or gamma:CV. Default: the trace's own, else poisson.")
 @click.option("--scale-prompts", type=POSITIVE, default=1.0, help="Multiply the trace's prompt lengths by this.")
 @click.option("--scale-outputs", type=POSITIVE, default=1.0, help="Multiply the trace's output lengths by this.")
@@ -110,17 +118,20 @@ def _study(
     pp: int,
     chunk: int,
     kv_tokens: str | None,
+    host_kv_tokens: int | None,
+    copies: str,
     **source: Any,
 ) -> Study:
+    from fastserve_hpc.core.kv_policy import KV_POLICIES
     from fastserve_hpc.core.policy import POLICIES
-    from fastserve_hpc.sim.engine import EngineSettings
+    from fastserve_hpc.sim.engine import BLOCK_SIZE, EngineSettings
     from fastserve_hpc.sim.hardware import find_hardware
     from fastserve_hpc.sim.shapes import find_shape
-    from fastserve_hpc.sim.study import KV_POLICIES, Study
+    from fastserve_hpc.sim.study import Study
     from fastserve_hpc.sim.workload import Hints
 
     _check_names("--policy", policies, tuple(POLICIES))
-    _check_names("--kv-policy", kv_policies, KV_POLICIES)
+    _check_names("--kv-policy", kv_policies, tuple(KV_POLICIES))
     device, shape = find_hardware(hardware), find_shape(model)
     settings = EngineSettings(
         costs=device.costs(shape, tp, pp),
@@ -128,6 +139,9 @@ def _study(
         max_batch=max_batch,
         max_batch_tokens=chunk,
         num_stages=pp,
+        num_ranks=tp * pp,
+        host_kv_tokens=device.host_kv_tokens(shape, tp * pp) if host_kv_tokens is None else host_kv_tokens,
+        link=device.link(shape, tp * pp, BLOCK_SIZE, copies == "coalesced"),
     )
     return Study(
         settings=settings,

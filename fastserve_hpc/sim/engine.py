@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastserve_hpc.core.cost import CostModel, Costs, IterationLoad, load_of
 from fastserve_hpc.core.kv_manager import KvManager
+from fastserve_hpc.core.kv_policy import KV_POLICIES, KvPolicy
 from fastserve_hpc.core.plan import IterationPlan, IterationResult, TokenDelta
 from fastserve_hpc.core.policy import make_policy
 from fastserve_hpc.core.policy.base import Policy
 from fastserve_hpc.core.request import Request, SamplingParams
 from fastserve_hpc.core.scheduler import Scheduler
+from fastserve_hpc.sim.copies import Link, SimulatedCopies
 from fastserve_hpc.sim.workload import Arrival
 
 BLOCK_SIZE = 16
@@ -27,6 +29,10 @@ class EngineSettings:
     max_batch: int
     max_batch_tokens: int
     num_stages: int = 1
+    num_ranks: int = 1
+    host_kv_tokens: int = 0
+    link: Link = field(default_factory=Link)
+    """Between the tiers of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +78,20 @@ class SimulatedRanks:
 class SimulatedEngine:
     """One run: a workload through a scheduler. All requests take exactly their `output_tokens`."""
 
-    def __init__(self, settings: EngineSettings, policy: str | Policy):
+    def __init__(self, settings: EngineSettings, policy: str | Policy, kv_policy: KvPolicy | str = "recompute"):
         cost = CostModel(settings.costs.scaled(1 / settings.num_stages))
         if isinstance(policy, str):
             policy = make_policy(policy, max_batch=settings.max_batch, cost=cost, num_stages=settings.num_stages)
+        kv = KvManager(
+            max(1, settings.kv_tokens // BLOCK_SIZE),
+            BLOCK_SIZE,
+            settings.host_kv_tokens // BLOCK_SIZE,
+            policy=KV_POLICIES[kv_policy] if isinstance(kv_policy, str) else kv_policy,
+            copy_costs=settings.link.costs,
+        )
         self.scheduler = Scheduler(
             policy,
-            KvManager(max(1, settings.kv_tokens // BLOCK_SIZE), BLOCK_SIZE),
+            kv,
             max_batch=settings.max_batch,
             max_batch_tokens=settings.max_batch_tokens,
             num_stages=settings.num_stages,
@@ -89,7 +102,10 @@ class SimulatedEngine:
         """By the number of arrival."""
         self.preemptions = 0
         """Times that a request which was computed was not in the next plan, though not done."""
+        self.stall_s = 0.0
+        """Time in which the ranks had nothing to do but wait for copies."""
         self._ranks = SimulatedRanks(settings.costs, settings.num_stages)
+        self._copies = SimulatedCopies(settings.link)
         self._results: deque[tuple[float, IterationResult]] = deque()
         self._first_tokens: dict[int, float] = {}
         self._arrivals: Sequence[Arrival] = ()
@@ -104,8 +120,11 @@ class SimulatedEngine:
             self._take_arrivals(self.now)
             if not until_drained and self._num_arrived == len(arrivals) and not self.scheduler.num_waiting:
                 return
+            self.scheduler.acknowledge(self._copies.done(self.now))
             plan = self.scheduler.schedule(self.now) if self._ranks.free_s <= self.now else None
             if plan is not None:
+                if plan.copies:
+                    self._copies.start(plan.copies, self.now)
                 if plan.slices:
                     self._execute(plan)
             else:
@@ -119,7 +138,11 @@ class SimulatedEngine:
             self._num_arrived += 1
 
     def _execute(self, plan: IterationPlan) -> None:
-        done = self._ranks.execute(load_of(plan.slices), self.now)
+        begin = self.now
+        if plan.needs_copies:
+            begin = max(begin, self._copies.uploaded_s(plan.needs_copies))
+            self.stall_s += begin - self.now
+        done = self._ranks.execute(load_of(plan.slices), begin)
         token_ids = (1,) * sum([piece.samples for piece in plan.slices])
         self._results.append((done, IterationResult(plan.plan_id, token_ids)))
         self._count_preemptions({piece.request_id for piece in plan.slices})
@@ -133,7 +156,10 @@ class SimulatedEngine:
 
     def _advance(self) -> None:
         """To the next moment at which something can change."""
-        self.now = max(self.now, min(self._next_times()))
+        next_s = max(self.now, min(self._next_times()))
+        if not self._results and self.scheduler.num_waiting + self.scheduler.num_running:
+            self.stall_s += next_s - self.now
+        self.now = next_s
         while self._results and self._results[0][0] <= self.now:
             done, result = self._results.popleft()
             self._take_arrivals(done)
@@ -142,6 +168,9 @@ class SimulatedEngine:
 
     def _next_times(self) -> list[float]:
         times = [self._results[0][0]] if self._results else []
+        copied_s = self._copies.next_s()
+        if copied_s is not None and not self._results:
+            times.append(copied_s)
         if self._ranks.free_s > self.now:
             times.append(self._ranks.free_s)
         elif self.scheduler.num_in_flight < self.scheduler.num_stages and self._num_arrived < len(self._arrivals):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fastserve_hpc.core.cost import Costs
 from fastserve_hpc.errors import ConfigError
+from fastserve_hpc.sim.copies import Link
 from fastserve_hpc.sim.shapes import WEIGHT_BYTES, ModelShape
 
 
@@ -23,6 +24,10 @@ class Hardware:
     memory_bytes: float
     pcie_to_host: float = 24e9
     pcie_to_device: float = 24e9
+    copy_launch_s: float = 10e-6
+    """Of every copy between host and device, beside its bytes."""
+    host_memory_bytes: float = 200e9
+    """A device's share of what its host has for KV."""
     link_bandwidth: float = 250e9
     """Between the ranks of one stage, bytes a second each way."""
     link_latency_s: float = 12e-6
@@ -56,6 +61,20 @@ class Hardware:
         """Two ring all-reduces a layer."""
         moved = 2 * shape.num_layers * shape.hidden_size * WEIGHT_BYTES * 2 * (tp - 1) / tp
         return moved / self.link_bandwidth
+
+    def link(self, shape: ModelShape, num_ranks: int, block_size: int, is_coalesced: bool = True) -> Link:
+        """Between the tiers of a rank, which has its part of every block."""
+        return Link(
+            block_bytes=shape.kv_bytes_per_token * block_size / num_ranks,
+            to_host=self.pcie_to_host,
+            to_device=self.pcie_to_device,
+            launch_s=self.copy_launch_s,
+            is_coalesced=is_coalesced,
+        )
+
+    def host_kv_tokens(self, shape: ModelShape, num_ranks: int) -> int:
+        """Positions whose KV the hosts hold."""
+        return int(self.host_memory_bytes * num_ranks / shape.kv_bytes_per_token)
 
     def kv_tokens(self, shape: ModelShape, tp: int = 1, pp: int = 1) -> int:
         """Positions whose KV fits beside the weights. Raises `ConfigError` with the numbers if none does."""

@@ -12,8 +12,6 @@ from fastserve_hpc.sim.engine import EngineSettings, Finished, SimulatedEngine
 from fastserve_hpc.sim.workload import Arrival, Hints, Source
 from fastserve_hpc.stats import summarise
 
-KV_POLICIES = ("recompute",)
-"""What becomes of the KV of requests that wait, when blocks are short."""
 _STEADY = (0.2, 0.8)
 """The part of the requests, by arrival, that counts as steady: before it the queue fills, after it drains."""
 _MIN_CAPACITY_REQUESTS = 400
@@ -41,6 +39,8 @@ class Point:
     kv_evictions: int
     offloaded_bytes: int
     uploaded_bytes: int
+    recomputed_tokens: int
+    """Positions whose KV was given up and computed again."""
     stall_s: float
     makespan_s: float
 
@@ -53,7 +53,7 @@ class Study:
     source: Source
     num_requests: int
     policies: tuple[str, ...]
-    kv_policies: tuple[str, ...] = KV_POLICIES
+    kv_policies: tuple[str, ...] = ("recompute",)
     seeds: tuple[int, ...] = (0,)
     hints: Hints = field(default_factory=lambda: Hints("none"))
 
@@ -116,8 +116,9 @@ def _run(
     load: float | None,
     seed: int,
 ) -> Point:
-    engine = SimulatedEngine(settings, policy)
+    engine = SimulatedEngine(settings, policy, kv_policy)
     engine.run(arrivals)
+    kv, block_bytes = engine.scheduler.kv, settings.link.block_bytes * settings.num_ranks
     finished = [engine.finished[number] for number in range(len(arrivals))]
     steady = finished[int(len(finished) * _STEADY[0]) : int(len(finished) * _STEADY[1])]
     return Point(
@@ -133,9 +134,10 @@ def _run(
         iterations=engine.scheduler.counters.iterations,
         preemptions=engine.preemptions,
         kv_evictions=engine.scheduler.counters.preemptions,
-        offloaded_bytes=0,
-        uploaded_bytes=0,
-        stall_s=0.0,
+        offloaded_bytes=round(kv.num_offloaded * block_bytes),
+        uploaded_bytes=round(kv.num_uploaded * block_bytes),
+        recomputed_tokens=kv.counters.recomputed_tokens,
+        stall_s=engine.stall_s,
         makespan_s=engine.now,
     )
 
