@@ -54,7 +54,10 @@ def test_a_figure(tmp_path: Path) -> None:
         (("--rate", "1", "--load", "1"), "give either --rate"),
         (("--rate", "1", "--policy", "best"), "--policy best: this version has fcfs"),
         (("--rate", "1", "--policy", ","), "--policy: name at least one"),
-        (("--rate", "1", "--kv-policy", "proactive"), "--kv-policy proactive: this version has recompute"),
+        (
+            ("--rate", "1", "--kv-policy", "swap"),
+            "--kv-policy swap: this version has proactive, reactive, recompute, defer",
+        ),
         (("--rate", "1", "--hints", "good"), "--hints good: use none"),
         (("--rate", "1", "--arrivals", "gamma:0"), "--arrivals gamma:0: use trace"),
         (("--rate", "1", "--arrivals", "trace"), "--lengths have no times"),
