@@ -56,7 +56,7 @@ def test_a_figure(tmp_path: Path) -> None:
         (("--rate", "1", "--policy", ","), "--policy: name at least one"),
         (
             ("--rate", "1", "--kv-policy", "swap"),
-            "--kv-policy swap: this version has proactive, reactive, recompute, defer",
+            "--kv-policy swap: this version has proactive, reactive",
         ),
         (("--rate", "1", "--hints", "good"), "--hints good: use none"),
         (("--rate", "1", "--arrivals", "gamma:0"), "--arrivals gamma:0: use trace"),
