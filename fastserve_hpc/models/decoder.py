@@ -24,7 +24,7 @@ from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.models.weights import WeightReader
 from fastserve_hpc.ops import Activation, AttentionBatch, LayerShape, LayerStack, LayerWeights, Norm, Ops
 
-_TOKENS_AT_ONCE = 256
+_TOKENS_AT_ONCE = 1024
 """Layers times tokens between two calls of `comm.progress`: some milliseconds of a small model's time."""
 
 

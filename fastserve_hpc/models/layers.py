@@ -119,18 +119,14 @@ class VocabEmbedding:
 
     def __init__(self, shard: Shard, weight: Any, vocab_size: int, scale: float = 1.0):
         self._shard = shard
-        part, self._length = shard.padded_part(vocab_size)
-        self._first = part.start
+        self._first = shard.padded_part(vocab_size)[0].start
         self._weight = weight
         self._scale = scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self._shard.size == 1:
             return self._shard.ops.embedding(token_ids, self._weight, self._scale)
-        local = token_ids - self._first
-        foreign = (local < 0) | (local >= self._length)
-        found = self._shard.ops.embedding(local.masked_fill(foreign, 0), self._weight, self._scale)
-        return self._shard.sum(found.masked_fill(foreign[:, None], 0))
+        return self._shard.sum(self._shard.ops.embedding(token_ids, self._weight, self._scale, self._first))
 
 
 class VocabHead:

@@ -136,9 +136,9 @@ class Ops(Protocol):
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         """norm(x) of each row of x [T, H]."""
 
-    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0, first_id: int | None = None) -> Tensor:
         """scale times rows `ids` [T] of a weight [vocab, hidden], a tensor or from `pack_linear`: [T, hidden] in its
-        dtype.
+        dtype. With `first_id` the rows are those of the ids from it on, and other ids give zeros.
         """
 
     def most_likely(self, logits: Tensor) -> Tensor:

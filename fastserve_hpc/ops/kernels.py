@@ -90,8 +90,11 @@ class KernelOps:
         """In torch, which takes each row by itself: the same bits in any batch."""
         return reference.normalize(x, norm)
 
-    def embedding(self, ids: Tensor, weight: Tensor | Linear, scale: float = 1.0) -> Tensor:
-        return self.kernels.embedding(ids, weight.packed if isinstance(weight, Linear) else weight, scale=scale)
+    def embedding(
+        self, ids: Tensor, weight: Tensor | Linear, scale: float = 1.0, first_id: int | None = None
+    ) -> Tensor:
+        table = weight.packed if isinstance(weight, Linear) else weight
+        return self.kernels.embedding(ids, table, scale=scale, first_id=first_id or 0)
 
     def most_likely(self, logits: Tensor) -> Tensor:
         return self.kernels.argmax(logits)

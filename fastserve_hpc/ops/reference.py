@@ -61,8 +61,14 @@ def linear(
     return out if out_dtype is None else out.to(out_dtype)
 
 
-def embedding(ids: Tensor, weight: Tensor | PackedLinear, scale: float = 1.0) -> Tensor:
-    found = F.embedding(ids, weight.weight if isinstance(weight, PackedLinear) else weight)
+def embedding(ids: Tensor, weight: Tensor | PackedLinear, scale: float = 1.0, first_id: int | None = None) -> Tensor:
+    table = weight.weight if isinstance(weight, PackedLinear) else weight
+    if first_id is None:
+        found = F.embedding(ids, table)
+    else:
+        local = ids - first_id
+        foreign = (local < 0) | (local >= len(table))
+        found = F.embedding(local.masked_fill(foreign, 0), table).masked_fill(foreign[:, None], 0)
     return found if scale == 1.0 else found * scale
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastserve_kernels.abi import AllGatherArgs, AllReduceArgs, SharedGroupState
 from fastserve_kernels.base import KernelBase, check
 
-DEFAULT_SLOT_BYTES = 1 << 20
+DEFAULT_SLOT_BYTES = 2 << 20
 _LOOKS, _LOOKS_CROWDED = 400, 40
 """At a rank that is late, before sleeping: some 20 us, and 2 where the core is then needed by a rank that has none."""
 

@@ -78,6 +78,9 @@ def test_embedding_from_a_table_and_from_the_heads_weight(ops: KernelOps, vocab_
     for weight in (table, ops.pack_linear(table)):
         assert torch.equal(ops.embedding(ids, weight), table[ids])
         assert torch.equal(ops.embedding(ids, weight, 25.25), table[ids] * 25.25)
+        for first_id in (0, 2, vocab_size):
+            part = reference.embedding(ids, table, 25.25, first_id)
+            assert torch.equal(ops.embedding(ids, weight, 25.25, first_id), part)
 
 
 class Sequences:

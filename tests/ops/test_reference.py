@@ -76,6 +76,14 @@ def test_embedding(device: torch.device, dtype: torch.dtype) -> None:
     )
 
 
+def test_embedding_of_a_part_of_the_ids(device: torch.device, dtype: torch.dtype) -> None:
+    weight = torch.randn(4, 5, dtype=dtype, device=device)
+    ids = torch.tensor([18, 3, 6, 7, 2], device=device)
+    zeros = torch.zeros(5, dtype=dtype, device=device)
+    expected = torch.stack([zeros, weight[0], weight[3], zeros, zeros])
+    assert torch.equal(ops.for_device(device).ops.embedding(ids, weight, first_id=3), expected)
+
+
 @pytest.mark.parametrize("head_dim", [2, 10, 64])
 def test_rope_turns_pairs_in_the_plane(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     x = torch.randn(7, 3, head_dim, dtype=dtype, device=device)
