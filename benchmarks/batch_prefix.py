@@ -40,17 +40,19 @@ def made_up(i: int) -> tuple[str, str]:
     return question, f"{answer}\n#### {a * b + c}"
 
 
-def prompts(asked: list[tuple[str, str]], shots: int) -> list[str]:
-    examples = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in asked[:shots])
-    return [f"{examples}Question: {question}\nAnswer:" for question, _ in asked[shots:]]
+def examples_of(asked: list[tuple[str, str]]) -> str:
+    return "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in asked)
 
 
-def run(args: argparse.Namespace, source: Path, directory: Path, settings: list[str]) -> dict[str, Any]:
-    """The summary of a batch on a fresh server."""
+def run(args: argparse.Namespace, source: Path, directory: Path, examples: str, settings: list[str]) -> dict[str, Any]:
+    """The summary of a batch on a fresh server, with the number of tokens that its lines share."""
     with RunningServer(directory, "--model", args.model, "--max-batch", str(args.max_batch), *settings) as server:
         files = ("--input", str(source), "--output", str(directory / "out.jsonl"))
         found: dict[str, Any] = json.loads(server.command("batch", "--endpoint", server.endpoint, *files, "--json"))
-        return found
+        alone = json.loads(
+            server.command("submit", "--endpoint", server.endpoint, examples, "--max-tokens", "1", "--json")
+        )
+        return {**found, "shared_tokens": alone["prompt_tokens"]}
 
 
 def main() -> None:
@@ -64,20 +66,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     asked = questions(args.questions, args.count + args.shots)
-    found = {}
+    examples, found = examples_of(asked[: args.shots]), {}
     with tempfile.TemporaryDirectory() as name:
         source = Path(name, "in.jsonl")
-        lines = [{"prompt": text, "max_tokens": args.max_tokens} for text in prompts(asked, args.shots)]
-        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        for kind, settings in (("with", []), ("without", ["--no-prefix-cache"])):
+        prompts = [f"{examples}Question: {question}\nAnswer:" for question, _ in asked[args.shots :]]
+        source.write_text("".join(json.dumps({"prompt": p, "max_tokens": args.max_tokens}) + "\n" for p in prompts))
+        for kind, setting in (("with", "on"), ("without", "off")):
             directory = Path(name, kind)
             directory.mkdir()
-            found[kind] = run(args, source, directory, settings)
+            found[kind] = run(args, source, directory, examples, ["--prefix-cache", setting])
             print(f"{kind} the cache: {json.dumps(found[kind])}", file=sys.stderr)
-    reuse = found["with"]["prefix_tokens"] / found["with"]["prompt_tokens"]
+    cached = found["with"]["prefix_tokens"]
+    reuse = cached / ((len(prompts) - 1) * found["with"]["shared_tokens"])
+    share = cached / found["with"]["prompt_tokens"]
     gain = found["with"]["output_tokens_per_s"] / found["without"]["output_tokens_per_s"]
-    text = f"{reuse:.1%} of the prompt tokens from the cache; {gain:.2f} times the tokens/s"
-    print(json.dumps({**found, "reuse": reuse, "gain": gain}) if args.json else text)
+    text = f"{reuse:.1%} of the shared tokens from the cache, {share:.1%} of all; {gain:.2f} times the tokens/s"
+    print(json.dumps({**found, "reuse": reuse, "share": share, "gain": gain}) if args.json else text)
 
 
 if __name__ == "__main__":

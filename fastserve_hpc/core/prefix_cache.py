@@ -24,11 +24,10 @@ class PrefixCache:
         known token is left to be computed. Without `uploads` blocks that are only on the host do not count.
         """
         chain = self._chain(sequence)
-        is_scored = sequence.request.sampling.prompt_logprobs is not None and not sequence.outputs
-        if chain is None or is_scored:
+        if chain is None:
             return [], False
         found: list[Block] = []
-        for key in chain.keys[first : (sequence.num_tokens - 1) // self._block_size]:
+        for key in chain.keys[first : _num_sharable(sequence) // self._block_size]:
             block = self._store.find(key)
             if block is None or (block.device < 0 and not uploads):
                 break
@@ -93,3 +92,11 @@ class PrefixCache:
             assert block.written == NOT_YET
             assert writer.keys is not None
             assert key in writer.keys.keys
+
+
+def _num_sharable(sequence: Sequence) -> int:
+    """Positions that need not be computed: all but the last known token, and nothing that is to be scored."""
+    sampling = sequence.request.sampling
+    if sampling.prompt_logprobs is not None and not sequence.outputs:
+        return min(sampling.prompt_logprobs_from, sequence.num_tokens - 1)
+    return sequence.num_tokens - 1

@@ -15,6 +15,7 @@ from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.packing import Packing
 from fastserve_hpc.core.plan import BlockCopy, IterationPlan, IterationResult, TokenDelta
 from fastserve_hpc.core.policy.base import Policy
+from fastserve_hpc.core.policy.by_class import ByClass
 from fastserve_hpc.core.request import FinishReason, Request
 from fastserve_hpc.core.residents import Residents
 from fastserve_hpc.core.sequence import Sequence
@@ -37,8 +38,8 @@ class Scheduler:
         max_slowdown: float = math.inf,
         last_plan_id: int = 0,
     ):
-        """`cost` learns from the times that results bring, and bounds what class `batch` costs the other; at most
-        `max_slowdown`, whatever such a request says. The ranks have computed all plans up to `last_plan_id`.
+        """`cost` learns from the times that results bring and, under `ByClass`, bounds what class `batch` costs: at
+        most `max_slowdown`, whatever such a request says. The ranks have computed all plans up to `last_plan_id`.
         """
         limits = {"max_batch": max_batch, "max_batch_tokens": max_batch_tokens, "num_stages": num_stages}
         for name, value in limits.items():
@@ -58,7 +59,8 @@ class Scheduler:
         self._to_forget: list[int] = []
         self._last_plan_id = self._flights.last_done = last_plan_id
         self._is_short_of_blocks = False
-        self._slowdown = None if cost is None else SlowdownRule(cost)
+        # The rule needs interactive requests to come first.
+        self._slowdown = SlowdownRule(cost) if cost is not None and isinstance(policy, ByClass) else None
         self._landed_s = -math.inf
 
     @property

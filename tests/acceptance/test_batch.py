@@ -361,3 +361,28 @@ def test_show_5_scores_are_those_of_transformers(start_server: Callable[..., Ser
     assert run.wait() == 0, run.communicate()[1]
     check_scores(tmp_path / "tight.jsonl", wanted)
     assert tight.status()["preemptions"] > 0
+
+
+# 6. What lines have in common is computed once.
+
+
+def test_show_6_examples_in_front_of_every_question_are_computed_once(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start_server("--model", "fake", "--max-batch", "8").wait_ready()
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    examples = "".join(f"Question: how much is {i} and {i}? Answer: {2 * i}, of course.\n" for i in range(30))
+    write_lines(source, [{"prompt": f"{examples}Question: how much is {i}?", "max_tokens": 5} for i in range(100)])
+    files = ("--endpoint", "default", "--input", str(source), "--output", str(output))
+    result = server.run("batch", *files, "--json")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["prefix_tokens"] >= 0.9 * summary["prompt_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_show_6_the_prefix_cache_doubles_the_pace() -> None:
+    found = benchmark("batch_prefix.py", timeout_s=1700)
+    assert found["reuse"] >= 0.9
+    assert found["gain"] >= 2

@@ -304,10 +304,13 @@ class TestPrefixes:
         driver.next_plan()
         assert driver.enter(two) == 4
 
-    def test_prompt_logprobs_need_all_positions(self) -> None:
-        driver = Driver(salt=b"salt")
-        driver.run(sequence(1, 9, shared=9))
-        assert driver.run(sequence(2, 9, shared=9, prompt_logprobs=0)) == 0
+    def test_prompt_logprobs_need_all_positions_that_they_are_wanted_of(self) -> None:
+        driver = Driver(num_blocks=40, salt=b"salt")
+        driver.run(sequence(1, 13, shared=13))
+        assert driver.run(sequence(2, 13, shared=13, prompt_logprobs=0)) == 0
+        assert driver.run(sequence(3, 13, shared=13, prompt_logprobs=0, prompt_logprobs_from=7)) == 4
+        assert driver.run(sequence(4, 13, shared=13, prompt_logprobs=0, prompt_logprobs_from=8)) == 8
+        assert driver.run(sequence(5, 13, shared=13, prompt_logprobs_from=0)) == 12
 
     def test_one_that_opts_out_neither_gives_nor_takes(self) -> None:
         driver = Driver(salt=b"salt")

@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lengths=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 24)), min_size=1, max_size=6),
         min_tokens=st.sampled_from([0, 0, 7]),
         prompt_logprobs=st.sampled_from([None, None, 1]),
+        scored_from=st.sampled_from([0, 3, 8]),
         stops=st.sampled_from([(256,), (), (32, 256)]),
         shared=st.sampled_from([0, 4, 9]),
         cache_prefix=st.sampled_from([True, True, False]),
@@ -52,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 min_tokens=min(min_tokens, max_tokens),
                 shared=sampling["shared"],
                 prompt_logprobs=sampling["prompt_logprobs"],
+                prompt_logprobs_from=sampling["scored_from"],
                 stop_token_ids=sampling["stops"],
                 cache_prefix=sampling["cache_prefix"],
             )
