@@ -119,6 +119,14 @@ def test_our_own_errors_come_without_traceback_and_with_their_exit_code(make_ran
     assert "Traceback" not in ranks.stderr(0)
 
 
+def test_who_was_told_to_stop_has_not_failed(make_ranks):
+    ranks = make_ranks().connect()
+    ranks.order(0, "stop")
+    assert ranks.codes(timeout=5) == [75, 75, 75]
+    assert "ends, all ranks end: told to stop" in ranks.stderr(0)
+    assert "failed" not in ranks.stderr(0)
+
+
 def test_all_ranks_failing_at_once_print_one_message(make_ranks):
     ranks = make_ranks().connect()
     for rank in range(3):

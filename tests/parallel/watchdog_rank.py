@@ -9,7 +9,7 @@ import ctypes
 import sys
 import time
 
-from fastserve_hpc.errors import ConfigError
+from fastserve_hpc.errors import ConfigError, StoppedError
 from fastserve_hpc.parallel.topology import Topology
 from fastserve_hpc.parallel.watchdog import Watchdog
 from fastserve_hpc.parallel.watchdog_join import Listener, Rendezvous
@@ -32,6 +32,8 @@ def obey(watchdog: Watchdog, words: list[str]) -> None:
         raise ZeroDivisionError("the test asked for it")
     if words[0] == "config":
         raise ConfigError("--tp 3 makes no sense here")
+    if words[0] == "stop":
+        raise StoppedError("told to stop")
     if words[0] == "hold":
         ctypes.PyDLL(None).usleep(int(float(words[1]) * 1e6))
     if words[0] == "allow":
