@@ -15,8 +15,9 @@ from weights_read import bytes_needed_by_stage, bytes_read, watched
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODEL = ("--model", "smollm2-135m", "--device-kv", "320M", "--host-kv", "16M", "--max-model-len", "1024")
-# Both ways each rank has one core, and the same one: the nodes of the test cluster share all of them.
-BOUND = ("sh", "-c", 'exec taskset -c "$SLURM_PROCID" "$@"', "sh")
+# Both ways each rank has one core, and the same one: the nodes of the test cluster share all of them. And a session:
+# Linux shares a core out by sessions, and the ranks of a node have one together.
+BOUND = ("sh", "-c", 'exec setsid --wait taskset -c "$SLURM_PROCID" "$@"', "sh")
 NUM_REQUESTS = 64
 WINDOW_S = 60.0
 
