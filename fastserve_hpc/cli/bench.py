@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from fastserve_hpc.core.engine import EngineStatus
 
 _EPILOG = """\b
-Throughput, latency, a single stream; the last on a server that is started for it:
+Throughput, latency, a single stream (here on a server started for it):
   fastserve-hpc bench --endpoint demo --workload w1
   fastserve-hpc bench --endpoint demo --workload w2 --rate 5.4 --json
   fastserve-hpc bench --workload w3 --serve -- --model smollm2-135m --pp 2
 
 \b
-A trace at its own times, four requests a second, all at once, one after the other:
+A trace at its own times, four a second, all at once, one by one:
   fastserve-hpc bench --endpoint demo --trace trace.jsonl
   fastserve-hpc bench --endpoint demo --trace trace.jsonl --rate 4
   fastserve-hpc bench --endpoint demo --trace trace.jsonl --offline
