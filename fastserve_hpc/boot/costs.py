@@ -75,7 +75,7 @@ class KnownCosts:
 def _shape(weights: Weights, number_bytes: int) -> Shape:
     spec = weights.spec
     size = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size)
-    parameters = ModelShape(spec.name, *size, spec.vocab_size, 3).num_parameters
+    parameters = ModelShape(spec.name, *size, spec.vocab_size, 3 if spec.is_gated else 2).num_parameters
     return Shape(
         weight_bytes=parameters * number_bytes,
         num_parameters=parameters,

@@ -86,7 +86,17 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
     comm = world.comm(link_bytes, device, chosen.kernels)
     with world.node_file() as board:
         reading = Reading(board, world.say)
-        stage = load_model(weights.files, weights.spec, world.topology, comm, chosen.dtype, device, chosen.ops, reading)
+        stage = load_model(
+            weights.files,
+            weights.spec,
+            world.topology,
+            comm,
+            chosen.dtype,
+            device,
+            chosen.ops,
+            reading,
+            model.limits.max_model_len,
+        )
     if device.type == "cpu":
         keep_freed_memory()
     speed = reading.progress

@@ -39,10 +39,12 @@ def load_model(
     device: torch.device | str = "cpu",
     ops: Ops = reference,
     reading: Reading | None = None,
+    max_len: int | None = None,
 ) -> Model:
     """Read this rank's part of the weights, in `dtype` on `device`; `ops` compute with them.
 
-    `reading` is shared with the other ranks of the node.
+    `reading` is shared with the other ranks of the node. No position from `max_len` on will be asked for; None: from
+    the model's last one on.
 
     Raises `ModelError` for a tp that cannot share the heads and for missing, misshapen, left-over or cut-short
     tensors, naming file and key; `ConfigError` for more stages than layers.
@@ -56,7 +58,8 @@ def load_model(
     reading = reading or Reading()
     reader = WeightReader(reading.of(open_source(files, spec)), dtype, device, offset)
     shard = Shard(topology.tp_rank, topology.tp_size, ops, comm)
-    ropes = Ropes.make(spec, reader.rope_factors(spec.head_dim), device)
+    factors = reader.rope_factors(spec.head_dim)
+    ropes = Ropes.make(spec, min(max_len or spec.max_position, spec.max_position), factors, device)
     sources = [LayerSource(reader, shard, spec, ropes, index) for index in indices]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         ends = pool.submit(_load_ends, reader, shard, spec, topology)

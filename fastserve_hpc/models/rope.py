@@ -20,10 +20,10 @@ class Ropes:
     local: Rope | None
 
     @classmethod
-    def make(cls, spec: ModelSpec, factors: Tensor | None, device: torch.device) -> Ropes:
-        """The tables of `rope_table`; `factors` are of the layers that see all."""
+    def make(cls, spec: ModelSpec, max_len: int, factors: Tensor | None, device: torch.device) -> Ropes:
+        """The tables of `rope_table` for `max_len` positions; `factors` are of the layers that see all."""
         full, local = (
-            None if rope is None else rope_table(rope, spec.head_dim, spec.max_position, divisors, device)
+            None if rope is None else rope_table(rope, spec.head_dim, max_len, divisors, device)
             for rope, divisors in ((spec.rope, factors), (spec.local_rope, None))
         )
         return cls(full, local)

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from support import MPIEXEC, REPOSITORY
 
 from fastserve_hpc.models.tokenizer import load_tokenizer
+from fastserve_hpc.ops import find_kernels, for_device
 
 pytestmark = pytest.mark.mpi
 
@@ -114,6 +115,15 @@ def test_show_1_gemma_3_270m_equals_transformers(tmp_path: Path) -> None:
     assert answers == [oracle_choices(oracle, p, answer) for p, answer in zip(prompts, answers, strict=True)]
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name), load_tokenizer(path)
     assert all(ours.encode(text) == theirs(text)["input_ids"] for text in TEXTS)
+    if not isinstance(kernels := find_kernels(16, 256, 2), str):
+        ops = for_device(torch.device("cpu"), "bfloat16", kernels).ops
+        rounded = World(path, max_len=608, num_sequences=2, dtype=torch.bfloat16, ops=ops)
+        ids = ours.encode((REPOSITORY / "README.md").read_text())[:600]
+        expected = oracle_logits(oracle, ids).log_softmax(-1)
+        found = rounded.forward([(0, 0, ids)]).log_softmax(-1)
+        divergence = (expected.exp() * (expected - found)).sum(-1)
+        assert divergence.mean() < 0.002
+        assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95
 
 
 @pytest.fixture(scope="module")
