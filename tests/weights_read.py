@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
+
+import pytest
 
 from fastserve_hpc.models.gguf import read_header
 from fastserve_hpc.models.locate import locate
@@ -17,7 +20,9 @@ _READ = re.compile(r"^(?:read|pread64|readv|preadv|preadv2)\(\d+<[^>]*\.gguf>.* 
 
 
 def watched() -> tuple[str, ...]:
-    """What srun is to start in front of the program; $TRACES is the directory of the traces."""
+    """What srun is to start in front of the program; $TRACES is the directory of the traces. Skips without strace."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
     return ("sh", "-c", _WATCHED, "sh")
 
 

@@ -84,7 +84,7 @@ def warn(login: Login, job_id: str) -> None:
 
 def test_show_4_a_warned_batch_job_goes_on_in_a_second_run(login: Login, tmp_path: Path) -> None:
     batch = Batch(login, tmp_path, 100, 100, "--model", "fake", "--max-batch", "2")
-    batch.submit("--pp", "2", "--nodes", "2")
+    batch.submit()
     batch.wait_for_lines(5)
     warn(login, batch.job_id)
     batch.wait_for_restart()

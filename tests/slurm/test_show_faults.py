@@ -60,11 +60,11 @@ def test_show_2_a_model_that_is_missing_on_one_node(login: Login) -> None:
     sizes = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True}
     text = json.dumps({**config, **sizes, **more})
-    login.cluster.run("sh", "-c", f"mkdir -p /tmp/m && echo '{text}' > /tmp/m/config.json", node="n1")
-    login.cluster.run("sh", "-c", "echo '{}' > /tmp/m/tokenizer.json", node="n1")
-    said = refused_start(login, *SRUN, *PROGRAM, "serve", "--model", "/tmp/m", "--pp", "2", within_s=20)
+    login.cluster.run("sh", "-c", f"mkdir -p /tmp/only-here && echo '{text}' > /tmp/only-here/config.json", node="n1")
+    login.cluster.run("sh", "-c", "echo '{}' > /tmp/only-here/tokenizer.json", node="n1")
+    said = refused_start(login, *SRUN, *PROGRAM, "serve", "--model", "/tmp/only-here", "--pp", "2", within_s=20)
     assert "rank 1 on n2" in said
-    assert "/tmp/m: no such file or directory" in said
+    assert "/tmp/only-here: no such file or directory" in said
 
 
 @pytest.mark.slow
