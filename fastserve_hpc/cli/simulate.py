@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from fastserve_hpc.cli.options import POSITIVE, input_path, json_option, output_
 from fastserve_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fastserve_hpc.sim.hardware import Hardware
     from fastserve_hpc.sim.study import Point, Study
     from fastserve_hpc.sim.workload import Gaps, Source
 
@@ -52,7 +55,10 @@ _COUNT = click.IntRange(min=1)
 
 @click.command(epilog=_EPILOG, short_help="Compare policies on simulated hardware.")
 @click.option(
-    "--hardware", default="a100-40g", show_default=True, help="Known hardware, or a JSON file of its numbers."
+    "--hardware",
+    default="a100-40g",
+    show_default=True,
+    help="Known hardware (cpu: this machine), or a JSON file of its numbers.",
 )
 @click.option("--model", default="opt-13b", show_default=True, help="Known shape, or the path of a config.json.")
 @click.option("--trace", type=input_path, help="JSON lines of times and lengths.")
@@ -132,7 +138,7 @@ def _study(
 
     _check_names("--policy", policies, tuple(POLICIES))
     _check_names("--kv-policy", kv_policies, tuple(KV_POLICIES))
-    device, shape = find_hardware(hardware), find_shape(model)
+    device, shape = _this_machine() if hardware == "cpu" else find_hardware(hardware), find_shape(model)
     settings = EngineSettings(
         costs=device.costs(shape, tp, pp),
         kv_tokens=_kv_tokens(kv_tokens) or device.kv_tokens(shape, tp, pp),
@@ -152,6 +158,20 @@ def _study(
         seeds=tuple(range(seeds)),
         hints=Hints(hints),
     )
+
+
+def _this_machine() -> Hardware:
+    """As a server on one rank has measured it last, where one has."""
+    from fastserve_hpc.config import state_dir
+    from fastserve_hpc.server.calibration import DIRECTORY, costs_in, latest
+    from fastserve_hpc.sim.hardware import as_measured, find_hardware
+
+    known = find_hardware("cpu")
+    record = latest(state_dir(dict(os.environ), Path.home()) / DIRECTORY, socket.gethostname())
+    if record is None:
+        return known
+    shape = record.shape
+    return as_measured(known, costs_in(record), shape.weight_bytes, shape.num_parameters, shape.kv_bytes_per_token)
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:

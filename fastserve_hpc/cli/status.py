@@ -73,7 +73,18 @@ def _rows(status: EngineStatus) -> list[tuple[str, str]]:
         ("device KV", _share(status.device_blocks)),
         ("host KV", _share(status.host_blocks)),
         *_kv_rows(status.details),
+        *_scheduling_rows(status.details),
     ]
+
+
+def _scheduling_rows(details: dict[str, float]) -> list[tuple[str, str]]:
+    """Requests by level, and what the policy has done to them; how far predictions of iterations are off."""
+    levels = [f"{count:.0f} at {name[6:]}" for name, count in details.items() if name.startswith("level_") and count]
+    acts = [f"{details[name]:,.0f} {name}" for name in ("replaced", "aged", "pinned", "promoted") if name in details]
+    rows = [("levels", ", ".join(levels))] if levels else []
+    rows += [("scheduling", ", ".join(acts))] if acts else []
+    error = details.get("cost_model_error")
+    return [*rows, ("cost model", f"predictions off by {error:.0%}")] if error is not None else rows
 
 
 def _kv_rows(details: dict[str, float]) -> list[tuple[str, str]]:

@@ -137,16 +137,34 @@ def _rounds(limits: ProbeLimits) -> Iterator[Probe]:
         yield from probes(limits)
 
 
-def load(directory: Path, setting: Setting) -> CostModel | None:
-    """What was measured for the same setting before; None where nothing is, or nothing that can be used."""
+def latest(directory: Path, host: str) -> Record | None:
+    """The newest record of one rank on this host."""
+    found = [(path.stat().st_mtime, record) for path in directory.glob("*.json") if (record := _read(path)) is not None]
+    alone = [item for item in found if (item[1].setting.host, item[1].setting.tp, item[1].setting.pp) == (host, 1, 1)]
+    return max(alone, key=lambda item: item[0])[1] if alone else None
+
+
+def costs_in(record: Record) -> Costs:
+    """Raises TypeError where they are not those of an iteration."""
+    return Costs(**record.costs)
+
+
+def _read(path: Path) -> Record | None:
+    """None where there is nothing, or nothing that can be used."""
     try:
-        record = msgspec.json.decode(_path(directory, setting).read_bytes(), type=Record)
-        costs = Costs(**record.costs)
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
+        costs_in(record)
     except (OSError, msgspec.MsgspecError, TypeError):
         return None
-    if record.setting != setting or not all(0 <= value < 1e3 for value in record.costs.values()):
+    return record if all(0 <= value < 1e3 for value in record.costs.values()) else None
+
+
+def load(directory: Path, setting: Setting) -> CostModel | None:
+    """What was measured for the same setting before; None where nothing is, or nothing that can be used."""
+    record = _read(_path(directory, setting))
+    if record is None or record.setting != setting:
         return None
-    cost = CostModel(costs)
+    cost = CostModel(costs_in(record))
     cost.relative_error = record.error
     return cost
 

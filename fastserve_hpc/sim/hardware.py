@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fastserve_hpc.core.cost import Costs
@@ -112,8 +112,44 @@ HARDWARE: Mapping[str, Hardware] = {
             pcie_to_device=50e9,
             link_bandwidth=380e9,
         ),
+        Hardware(
+            name="cpu",
+            flops=450e9,
+            compute_efficiency=1.0,
+            memory_bandwidth=30e9,
+            bandwidth_efficiency=1.0,
+            memory_bytes=16e9,
+            decode_overlap=0.2,
+            pcie_to_host=10e9,
+            pcie_to_device=10e9,
+            host_memory_bytes=16e9,
+            link_bandwidth=5e9,
+            link_latency_s=30e-6,
+            stage_bandwidth=5e9,
+            stage_latency_s=100e-6,
+            overhead_s=1e-3,
+        ),
     )
 }
+
+
+def as_measured(
+    known: Hardware, costs: Costs, weight_bytes: float, num_parameters: float, kv_bytes_per_token: float
+) -> Hardware:
+    """`known` with the speeds that explain what the iterations of one model took on one rank."""
+    read_s = max(costs.fixed_s - known.overhead_s, costs.fixed_s / 2)
+    bandwidth = weight_bytes / read_s
+    if costs.kv_token_s > 0:  # of small models the weights stay in caches, the KV does not
+        bandwidth = min(bandwidth, kv_bytes_per_token / costs.kv_token_s)
+    return replace(
+        known,
+        flops=2 * num_parameters / costs.prefill_token_s,
+        compute_efficiency=1.0,
+        memory_bandwidth=bandwidth,
+        bandwidth_efficiency=1.0,
+        decode_overlap=1 - costs.decode_sequence_s / costs.prefill_token_s,
+        overhead_s=max(0.0, costs.fixed_s - weight_bytes / bandwidth),
+    )
 
 
 def find_hardware(name: str) -> Hardware:

@@ -56,6 +56,7 @@ SHAPES: Mapping[str, ModelShape] = {
         _opt("opt-13b", 40, 5120, 40),
         _opt("opt-66b", 64, 9216, 72),
         _opt("opt-175b", 96, 12288, 96),
+        ModelShape("smollm2-135m", 30, 576, 9, 3, 64, 1536, 49152, 3),
         ModelShape("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256, 3),
         ModelShape("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256, 3),
     )

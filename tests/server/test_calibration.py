@@ -14,7 +14,7 @@ from fastserve_hpc.core.plan import IterationPlan, IterationResult, RankReport
 from fastserve_hpc.core.probes import ProbeLimits
 from fastserve_hpc.errors import RankError
 from fastserve_hpc.parallel.control import LocalControl
-from fastserve_hpc.server.calibration import Prober, Setting, Shape, load, save
+from fastserve_hpc.server.calibration import Prober, Setting, Shape, costs_in, latest, load, save
 
 TRUE = Costs(fixed_s=5e-3, prefill_token_s=4e-4, prefill_attention_s=3e-8, decode_sequence_s=3e-4, kv_token_s=1e-7)
 LIMITS = ProbeLimits(max_batch=64, max_batch_tokens=512, max_model_len=2048, num_blocks=1000, block_size=16)
@@ -147,3 +147,15 @@ def test_a_directory_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     kept(tmp_path / "file")
     assert load(tmp_path / "file", SETTING) is None
+
+
+def test_the_newest_of_one_rank_on_this_host(tmp_path: Path) -> None:
+    assert latest(tmp_path, "h") is None
+    for change in ({"tp": 2}, {"host": "other"}):
+        save(tmp_path, msgspec.structs.replace(SETTING, **change), SHAPE, CostModel())
+    assert latest(tmp_path, "h") is None
+    kept(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    record = latest(tmp_path, "h")
+    assert record is not None
+    assert (costs_in(record), record.shape) == (TRUE, SHAPE)

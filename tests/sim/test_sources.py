@@ -10,9 +10,9 @@ from statistics import fmean, stdev
 
 import pytest
 
-from fastserve_hpc.core.cost import IterationLoad
+from fastserve_hpc.core.cost import Costs, IterationLoad
 from fastserve_hpc.errors import ConfigError, ModelError
-from fastserve_hpc.sim.hardware import HARDWARE, find_hardware
+from fastserve_hpc.sim.hardware import HARDWARE, as_measured, find_hardware
 from fastserve_hpc.sim.lengths import SHAREGPT, find_lengths
 from fastserve_hpc.sim.shapes import SHAPES, find_shape
 from fastserve_hpc.sim.workload import Arrival, DrawnSource, Gaps, Hints, TraceSource, read_trace
@@ -166,3 +166,13 @@ class TestHints:
     def test_senseless_ones(self, text: str) -> None:
         with pytest.raises(ConfigError, match="--hints .*use none, exact"):
             Hints(text)
+
+
+def test_hardware_as_measured_takes_as_long() -> None:
+    shape, cpu = SHAPES["smollm2-135m"], HARDWARE["cpu"]
+    measured = Costs(6e-3, 5e-4, 2e-8, 4e-4, 8e-7)
+    found = as_measured(cpu, measured, shape.weight_bytes, shape.num_parameters, shape.kv_bytes_per_token)
+    costs = found.costs(shape)
+    for name in ("prefill_token_s", "decode_sequence_s", "kv_token_s"):
+        assert getattr(costs, name) == pytest.approx(getattr(measured, name), rel=0.01), name
+    assert costs.fixed_s == pytest.approx(measured.fixed_s, rel=0.6)
