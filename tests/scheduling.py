@@ -141,8 +141,9 @@ class Ranks:
         self.now += 1.0
         order = list(self.scheduler.policy.ranked(self.now))
         preemptions = [sequence.num_preemptions for sequence in order]
+        residents = {*self.scheduler.kv.residents()}
         plan = self.scheduler.schedule(self.now)
-        self._check_priorities(order, plan)
+        self._check_priorities(order, plan, residents)
         if not self.scheduler.kv.policy.is_early and not self._shares_prefixes:
             self._check_victims(order, preemptions)
         if plan is None or not plan.slices:
@@ -234,7 +235,7 @@ class Ranks:
             self._slots_in_use[plan.plan_id] = used
         self.first.execute(plan)
 
-    def _check_priorities(self, order: list[Sequence], plan: IterationPlan | None) -> None:
+    def _check_priorities(self, order: list[Sequence], plan: IterationPlan | None, residents: set[int]) -> None:
         """Nobody takes the blocks or the place of one that is ahead of it."""
         pieces = {piece.request_id: piece for piece in plan.slices} if plan else {}
         num_ahead, all_fit = 0, True
@@ -242,7 +243,9 @@ class Ranks:
             piece = pieces.get(sequence.request_id)
             if piece is not None:
                 assert num_ahead < self.scheduler.max_batch
-                assert all_fit or not piece.new_slots
+                is_early = self.scheduler.kv.policy.is_early
+                is_back = not piece.num_kept_blocks and (is_early or piece.request_id in residents)
+                assert all_fit or not piece.new_slots or is_back
             num_ahead += piece is not None or sequence.awaits_sample
             waits = sequence.awaits_sample or not self.scheduler.kv.policy.preempts or self._is_waiting(sequence)
             all_fit &= piece is not None or waits

@@ -165,6 +165,7 @@ class KvManager:
             uploads = costs is None or self.copy_costs.to_device_s < costs.prefill_token_s * self.block_size
             found, waits = self._cache.match(sequence, table.num_own, plan_id, uploads)
             if waits and not table.num_own:
+                self._tables.pop(sequence.request_id, None)
                 return None
             self._store.hold(found)
             table.blocks += found

@@ -17,6 +17,10 @@ class KvPolicy:
     """Blocks that are taken go to the host first; else they are computed again."""
     is_early: bool = False
     """They go ahead of need, and come back ahead of need; else at the moment of need, and the batch waits."""
+    by_enst: bool = False
+    """Those leave first that will be scheduled last as `core/enst.py` estimates; else in the policy's order."""
+    prefetches: bool = False
+    """Where there is room, the next one comes back before it is its turn."""
     mirrors: bool = False
     """Full blocks of those that run are copied early, so that taking them needs no copy."""
 
@@ -24,7 +28,7 @@ class KvPolicy:
 KV_POLICIES: Mapping[str, KvPolicy] = {
     policy.name: policy
     for policy in (
-        KvPolicy("proactive", offloads=True, is_early=True, mirrors=True),
+        KvPolicy("proactive", offloads=True, is_early=True, by_enst=True, prefetches=True, mirrors=True),
         KvPolicy("reactive", offloads=True),
         KvPolicy("recompute"),
         KvPolicy("defer", preempts=False),

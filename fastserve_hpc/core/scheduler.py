@@ -54,7 +54,7 @@ class Scheduler:
         self.num_stages = num_stages
         self.counters = Counters()
         self._live: dict[int, Sequence] = {}
-        self._residents = Residents(policy, kv)
+        self._residents = Residents(policy, kv, max_batch)
         self._flights = Flights()
         self._to_forget: list[int] = []
         self._last_plan_id = self._flights.last_done = last_plan_id
@@ -195,6 +195,7 @@ class Scheduler:
             room=None if self._slowdown is None else self._slowdown.room(now),
             costs=costs,
         )
+        self._residents.now = now
         if self.kv.policy.is_early:
             self._residents.look_ahead(packing.plan_id, self.num_stages, costs)
         packing.fill(now)

@@ -77,7 +77,11 @@ def wait_until_idle(server: Server) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ample(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     started = Server(tmp_path_factory.mktemp("home"), ["--dtype", "bfloat16", "--max-model-len", "2048"])
-    yield started.wait_ready()
+    started.wait_ready()
+    if "torch reference" in started.output:
+        started.close()
+        pytest.skip("without the C++ kernels the same bits are not promised")
+    yield started
     started.close()
 
 
@@ -120,7 +124,6 @@ def test_show_7_little_memory_changes_no_bit(
     server = start_server(*options(FEW, ranks, "--kv-policy", kv_policy, *args, *more), ranks=ranks).wait_ready()
     assert ask(server, requests()) == expected
     details = wait_until_idle(server)["details"]
-    print(details)
     moves = kv_policy in ("proactive", "reactive")
     assert (details["offloaded_bytes"] > 0) == (details["uploaded_bytes"] > 0) == moves, details
 

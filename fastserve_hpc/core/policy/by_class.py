@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
+from fastserve_hpc.core.enst import Leveled, Standing
 from fastserve_hpc.core.policy.base import OrderKey, Policy
 from fastserve_hpc.core.sequence import Sequence
+
+_BELOW_S = 1e9
 
 
 class ByClass:
@@ -35,6 +39,12 @@ class ByClass:
 
     def order_key(self, sequence: Sequence) -> OrderKey:
         return (float(sequence.request.service_class == "batch"), *self._of(sequence).order_key(sequence))
+
+    def standing(self, sequence: Sequence, now: float) -> Standing:
+        """Class `batch` is below every level of the other; without levels there are these two."""
+        policy, is_batch = self._of(sequence), sequence.request.service_class == "batch"
+        standing = policy.standing(sequence, now) if isinstance(policy, Leveled) else Standing(0.0, math.inf)
+        return standing._replace(quantum_s=standing.quantum_s + _BELOW_S * is_batch)
 
     def _of(self, sequence: Sequence) -> Policy:
         return self._batch if sequence.request.service_class == "batch" else self._interactive

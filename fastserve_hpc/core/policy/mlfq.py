@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastserve_hpc.core.cost import CostModel, IterationLoad, prefill_attention
+from fastserve_hpc.core.enst import Standing
 from fastserve_hpc.core.policy.base import OrderKey
 from fastserve_hpc.core.policy.levels import Levels
 from fastserve_hpc.core.sequence import Sequence
@@ -71,6 +73,9 @@ class Mlfq:
         entry = self._entries[sequence.request_id]
         return (entry.level, entry.order)
 
+    def standing(self, sequence: Sequence, now: float) -> Standing:  # noqa: ARG002
+        return Standing(self._quantum_s(self._entries[sequence.request_id].level), math.inf)
+
     def _first_level(self, sequence: Sequence) -> int:  # noqa: ARG002
         return 0
 
@@ -122,6 +127,10 @@ class PaperSkipJoin(Mlfq):
     def ranked(self, now: float) -> Iterator[Sequence]:
         self._promote(now)
         return super().ranked(now)
+
+    def standing(self, sequence: Sequence, now: float) -> Standing:
+        waited_s = now - self._entries[sequence.request_id].last_ran
+        return super().standing(sequence, now)._replace(promoted_in_s=max(0.0, self._bound_s - waited_s))
 
     def counters(self) -> dict[str, float]:
         return {**super().counters(), "promoted": self._num_promoted}

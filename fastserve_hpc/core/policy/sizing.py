@@ -103,6 +103,11 @@ class Sizing:
         output_s = costs.output_token_s(self._plan_batch)
         return costs.prefill_token_s * prompt_tokens + output_s * self.lengths.mean * num_requests
 
+    def quantum_s(self, level: float) -> float:
+        """Seconds that the output tokens of a level take."""
+        tokens = self._rules.quantum * 2 ** min(level, 40.0)
+        return tokens * self._cost.costs.output_token_s(self._plan_batch)
+
     def usual_level(self) -> float:
         """Where a request is whose prompt is done and of which nothing is known."""
         return self._level_of(self.lengths.harmonic)

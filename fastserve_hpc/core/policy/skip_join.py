@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 
 from fastserve_hpc.core.cost import CostModel
+from fastserve_hpc.core.enst import Standing
 from fastserve_hpc.core.policy.base import OrderKey
 from fastserve_hpc.core.policy.levels import Levels
 from fastserve_hpc.core.policy.sizing import Sizing, SkipJoinRules
@@ -128,6 +129,18 @@ class SkipJoin:
         if not entry.is_running:
             return (2.0, *entry.wait_key)
         return (float(entry.is_prefilling), entry.place, float(entry.order))
+
+    def standing(self, sequence: Sequence, now: float) -> Standing:
+        """Those that wait are promoted by age; who runs is where its level is."""
+        entry = self._entries[sequence.request_id]
+        quantum_s = self._sizing.quantum_s(min(entry.level, _BATCH_CLASS))
+        if entry.is_pinned or entry.is_aged:
+            return Standing(quantum_s, 0.0)
+        if entry.is_running or self.rules.aging == math.inf:
+            return Standing(quantum_s, math.inf)
+        begun = max(0.0, entry.level - self._sizing.usual_level()) if entry.sequence.outputs else 0.0
+        bound_s = self.rules.aging * self.drain_s() * 2 ** min(begun, 40.0)
+        return Standing(quantum_s, max(0.0, bound_s - (now - entry.arrived)))
 
     def _select(self, now: float) -> None:
         """Choose who holds the places of the batch."""
