@@ -106,6 +106,6 @@ class LongSchedulerMachine(SchedulerMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestScheduler.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 TestSchedulerLong = pytest.mark.slow(pytest.mark.timeout(900)(LongSchedulerMachine.TestCase))
 TestSchedulerLong.settings = settings(max_examples=1000, stateful_step_count=50, deadline=None)
