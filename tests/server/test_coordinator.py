@@ -15,6 +15,7 @@ from scheduling import request
 from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.engine import BlockUsage
 from fastserve_hpc.core.kv_manager import KvManager
+from fastserve_hpc.core.kv_policy import KV_POLICIES
 from fastserve_hpc.core.plan import IterationPlan, RankReport, TokenDelta
 from fastserve_hpc.core.policy.fcfs import Fcfs
 from fastserve_hpc.core.request import Request
@@ -133,6 +134,8 @@ class Setup:
         clock: Callable[[], float] = time.monotonic,
         check_abort: Callable[[], None] = lambda: None,
         num_blocks: int = NUM_BLOCKS,
+        num_host_blocks: int = 0,
+        kv_policy: str = "recompute",
         job_end: JobEnd | None = None,
     ):
         self.queue = Script(*turns)
@@ -141,7 +144,7 @@ class Setup:
         self.worker = FakeWorker(BLOCK_SIZE, num_blocks, has_result=second is None)
         self.backoff = CountedBackoff()
         num_stages = 1 if second is None else 2
-        kv = KvManager(num_blocks, BLOCK_SIZE)
+        kv = KvManager(num_blocks, BLOCK_SIZE, num_host_blocks, policy=KV_POLICIES[kv_policy])
         self.scheduler = Scheduler(Fcfs(), kv, max_batch=8, max_batch_tokens=32, num_stages=num_stages)
         self.coordinator = Coordinator(
             self.scheduler,
@@ -174,6 +177,19 @@ def submit(*requests: Request) -> EngineCommands:
 
 def right_answers(queue: Script, requests: Iterable[Request]) -> bool:
     return all(queue.tokens(r.request_id) == answer(r.prompt, r.sampling) for r in requests)
+
+
+@pytest.mark.parametrize("kv_policy", ["proactive", "reactive"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_blocks_that_were_moved_are_used_again_once_all_ranks_say_so(num_ranks: int, kv_policy: str) -> None:
+    requests = [request(i, prompt_len=8, max_tokens=30, stop_token_ids=()) for i in range(8)]
+    second = SecondRank() if num_ranks == 2 else None
+    setup = Setup(submit(*requests), second=second, num_blocks=24, num_host_blocks=64, kv_policy=kv_policy)
+    assert right_answers(setup.run(), requests)
+    kv = setup.scheduler.kv
+    assert kv.num_offloaded > 0
+    assert kv.counters.recomputed_tokens == 0
+    assert setup.coordinator.status().host_blocks == BlockUsage(64, 0)
 
 
 def test_one_rank_streams_every_token_as_it_comes() -> None:
