@@ -136,7 +136,8 @@ class Runs:
         self._path = path
         self._done: dict[str, dict[str, object]] = {}
         if path is not None and path.exists():
-            self._done = {record["key"]: record["point"] for record in map(json.loads, path.read_text().splitlines())}
+            records = map(json.loads, path.read_text().splitlines())
+            self._done = {one["key"]: one["point"] for one in records if set(one["point"]) == set(Point.__slots__)}
 
     def points(self, setup: Setup) -> list[Group]:
         plans = [(POLICIES[:1], rate) for rate in setup.fcfs_rates] + [(POLICIES[1:], rate) for rate in setup.rates]
