@@ -23,7 +23,7 @@ from typing import Any
 from batch_engine import Ask, asks, status
 from serving import PROGRAM, RunningServer
 
-from fastserve_hpc.bench.load import Outcome, report, run_load
+from fastserve_hpc.bench.load import Outcome, Run, report, run_load
 from fastserve_hpc.bench.trace import Load
 from fastserve_hpc.client import AsyncClient
 
@@ -71,7 +71,7 @@ async def interactive(server: RunningServer, loads: list[Load], prompts: list[li
 
     async with AsyncClient(server.endpoint) as client:
         before = (await client.status()).output_tokens
-        outcomes, wall_s = await run_load(client, loads, prompts, ignore)
+        outcomes, wall_s = await run_load(client, Run(loads, prompts), ignore)
         tokens = (await client.status()).output_tokens - before
     return {**report(outcomes, wall_s), "all_tokens_per_s": tokens / wall_s}
 
