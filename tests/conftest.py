@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ from support import Server
 
 # Read when torch loads libgomp. OpenMP threads that spin while idle make tests beside a busy process very slow.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C works in tests that run side by side, whose processes were started to ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

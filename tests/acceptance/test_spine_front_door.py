@@ -95,7 +95,8 @@ def _wait_until_unused(server: Server, within_s: float = 10.0) -> None:
 
 @pytest.mark.timeout(300)
 def test_show_6_a_thousand_cut_submits_leave_nothing(start_server: Callable[..., Server]) -> None:
-    server = start_server("--model", "smollm2-135m").wait_ready()
+    # Blocks keep their content until all have had some: few blocks, so that all are soon in memory.
+    server = start_server("--model", "smollm2-135m", "--device-kv", "192M", "--host-kv", "0").wait_ready()
     asyncio.run(_touch_kv(server, 32))
     pid, grown = server.rank_pid(0), []
     for _ in range(4):

@@ -148,7 +148,7 @@ def test_one_rank_is_quick_and_well() -> None:
 
 def test_one_rank_with_a_missing_model(tmp_path: Path) -> None:
     findings = run(None, EngineConfig(model=str(tmp_path / "gone")), {})
-    with pytest.raises(ConfigError, match=r"cannot start:\n  model: rank 0 on .*gone: no such file"):
+    with pytest.raises(ConfigError, match=r"cannot start:\n  model: --model .*gone: no such file"):
         raise_errors(findings, None)
 
 

@@ -6,7 +6,7 @@ import math
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastserve_hpc.core.cost import CostModel, Costs
@@ -58,6 +58,8 @@ def stream(rng: Random, max_batch: int, load: float, long: list[int], longest: i
 
 
 @settings(max_examples=12, deadline=None)
+@example(seed=0, max_batch=3, load=3.0, long=[40], longest=1, ages=False)
+@example(seed=4246, max_batch=2, load=3.0, long=[40], longest=1, ages=False)
 @given(
     seed=st.integers(0, 10**6),
     max_batch=st.integers(1, 5),

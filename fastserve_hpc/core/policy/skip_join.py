@@ -82,6 +82,7 @@ class SkipJoin:
         if entry.session is not None:
             self._leave_session(entry.session, sequence)
         if is_complete:
+            self._count_last(entry)
             self._sizing.learn(sequence)
 
     def on_progress(self, sequence: Sequence, num_tokens: int, now: float) -> None:  # noqa: ARG002
@@ -89,6 +90,13 @@ class SkipJoin:
         self._work += num_tokens
         if len(sequence.outputs) >= entry.limit:
             self._look_at(entry, num_tokens)
+
+    def _count_last(self, entry: Entry) -> None:
+        """`on_progress` does not tell of the iteration in which a request ends; for a short one it is the only one."""
+        done = entry.prompt_left * self._sizing.prompt_ratio() + 1
+        self._work += done
+        if entry.is_pinned:
+            self._credit -= done
 
     def _look_at(self, entry: Entry, num_tokens: int) -> None:
         """What `on_progress` need not do for every token of every sequence."""
