@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import resource
 import tempfile
 import time
@@ -25,6 +26,7 @@ from fastserve_hpc.batch.reader import BatchReader
 from fastserve_hpc.batch.runner import BatchRunner
 from fastserve_hpc.batch.server import BatchServer
 from fastserve_hpc.batch.survey import Shard, survey
+from fastserve_hpc.bench.processes import peak_rss_bytes
 from fastserve_hpc.client.results import Choice, Generation
 from fastserve_hpc.protocol import Usage
 
@@ -69,8 +71,7 @@ def run(source: Path, output: Path, in_flight: int, sorts: bool) -> None:
 
 def rss_bytes(when: str) -> int:
     if when == "most":  # not by getrusage: its figure is at least that of the process that started this one
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        return peak_rss_bytes(os.getpid())
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

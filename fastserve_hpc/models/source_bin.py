@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastserve_hpc.errors import ModelError
-from fastserve_hpc.models.source_safetensors import read_index
+from fastserve_hpc.models.shards import Shards, read_shards
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
@@ -29,17 +29,16 @@ class BinSource:
         self._files: dict[str, Mapping[str, Tensor]] = {}
         self._opening = threading.Lock()
         if (directory / INDEX).is_file():
-            self._shards = read_index(directory / INDEX)
+            self._shards = read_shards(directory, INDEX)
         else:
-            self._shards = dict.fromkeys(self._file(SINGLE), SINGLE)
+            self._shards = Shards(directory, SINGLE, dict.fromkeys(self._file(SINGLE), SINGLE))
 
     @property
     def names(self) -> Collection[str]:
-        return self._shards.keys()
+        return self._shards.names
 
     def place(self, name: str) -> str:
-        default = INDEX if (self._directory / INDEX).is_file() else SINGLE
-        return f"{self._directory / self._shards.get(name, default)}: tensor {name}"
+        return self._shards.place(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensor(name).shape)
@@ -56,7 +55,7 @@ class BinSource:
         return part if part.dim() == 1 else part[:, columns.start : columns.stop]
 
     def _tensor(self, name: str) -> Tensor:
-        tensor = self._file(self._shards[name]).get(name)
+        tensor = self._file(self._shards.file(name)).get(name)
         if not isinstance(tensor, Tensor):
             raise ModelError(f"{self.place(name)} is not in that file: copy the model again")
         return tensor

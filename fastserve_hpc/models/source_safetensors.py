@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fastserve_hpc.errors import ModelError
+from fastserve_hpc.models.shards import Shards, read_shards
 from fastserve_hpc.models.weights import Extent
 
 SINGLE = "model.safetensors"
@@ -29,25 +30,24 @@ class SafetensorsSource:
         self._files: dict[str, Any] = {}
         self._extents: dict[str, Mapping[str, Extent]] = {}
         if (directory / INDEX).is_file():
-            self._shards: Mapping[str, str] = read_index(directory / INDEX)
+            self._shards = read_shards(directory, INDEX)
         elif (directory / SINGLE).is_file():
-            self._shards = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+            self._shards = Shards(directory, SINGLE, dict.fromkeys(self._file(SINGLE).keys(), SINGLE))
         else:
             raise ModelError(f"{directory} has neither {SINGLE} nor {INDEX}: {_other_weights(directory)}")
 
     @property
     def names(self) -> Collection[str]:
-        return self._shards.keys()
+        return self._shards.names
 
     def place(self, name: str) -> str:
-        default = INDEX if (self._directory / INDEX).is_file() else SINGLE
-        return f"{self._directory / self._shards.get(name, default)}: tensor {name}"
+        return self._shards.place(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def extent(self, name: str) -> Extent:
-        shard = self._shards[name]
+        shard = self._shards.file(name)
         if shard not in self._extents:
             self._extents[shard] = _extents(self._directory / shard)
         return self._extents[shard][name]
@@ -62,7 +62,7 @@ class SafetensorsSource:
 
     def _slice(self, name: str) -> Any:
         try:
-            return self._file(self._shards[name]).get_slice(name)
+            return self._file(self._shards.file(name)).get_slice(name)
         except SafetensorError as error:
             raise ModelError(f"{self.place(name)} is not in that file ({error}): copy the model again") from error
 
@@ -89,17 +89,6 @@ def _extents(path: Path) -> Mapping[str, Extent]:
         header = json.loads(file.read(length))
     spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
     return {name: Extent(path, 8 + length + first, end - first) for name, (first, end) in spans.items()}
-
-
-def read_index(path: Path) -> Mapping[str, str]:
-    """Tensor -> file in the same directory."""
-    try:
-        shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} has no weight_map ({error!r}): copy it again") from error
-    if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
-        raise ModelError(f"{path}: weight_map does not name files of this directory")
-    return shards
 
 
 def _other_weights(directory: Path) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from front_door import rss_bytes
 from support import REPOSITORY, Server
 
 from fastserve_hpc import protocol
@@ -30,10 +31,6 @@ MAX_IDLE_CPU_S = 0.3
 def cpu_s(pid: int) -> float:
     """By the process's clock, named as in clock_getcpuclockid(3): /proc counts ticks, and timers wake on ticks."""
     return time.clock_gettime((~pid << 3) | 2)
-
-
-def rss_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.mpi
