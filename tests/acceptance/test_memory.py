@@ -104,7 +104,6 @@ MPI = pytest.mark.mpi
         pytest.param("proactive", {}, (), id="proactive"),
         pytest.param("reactive", {"pp": 2}, (), id="reactive pp 2", marks=MPI),
         pytest.param("recompute", {}, (), id="recompute", marks=SLOW),
-        pytest.param("defer", {}, (), id="defer", marks=SLOW),
         pytest.param("reactive", {}, (), id="reactive", marks=SLOW),
         pytest.param("proactive", {"pp": 2}, (), id="proactive pp 2", marks=[SLOW, MPI]),
         pytest.param("recompute", {"pp": 2}, (), id="recompute pp 2", marks=[SLOW, MPI]),
@@ -119,13 +118,28 @@ def test_show_7_little_memory_changes_no_bit(
     split: dict[str, int],
     more: tuple[str, ...],
 ) -> None:
+    """Under the policy that preempts most."""
     ranks = split.get("pp", 1)
     args = [word for name, count in split.items() for word in (f"--{name}", str(count))]
-    server = start_server(*options(FEW, ranks, "--kv-policy", kv_policy, *args, *more), ranks=ranks).wait_ready()
+    args += ["--policy", "mlfq", "--kv-policy", kv_policy, *more]
+    server = start_server(*options(FEW, ranks, *args), ranks=ranks).wait_ready()
     assert ask(server, requests()) == expected
-    details = wait_until_idle(server)["details"]
+    status = wait_until_idle(server)
+    details = status["details"]
     moves = kv_policy in ("proactive", "reactive")
+    assert status["preemptions"] > NUM_REQUESTS
     assert (details["offloaded_bytes"] > 0) == (details["uploaded_bytes"] > 0) == moves, details
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kv_policy", ["proactive", pytest.param("defer", marks=SLOW)])
+def test_show_7_the_same_as_it_is_by_default(
+    start_server: Callable[..., Server], expected: list[Answer], kv_policy: str
+) -> None:
+    """How often requests are preempted, if at all, is up to the policy."""
+    server = start_server(*options(FEW, 1, "--kv-policy", kv_policy)).wait_ready()
+    assert ask(server, requests()) == expected
+    wait_until_idle(server)
 
 
 @pytest.mark.slow
@@ -136,7 +150,8 @@ def test_show_7_the_same_with_tp_3(start_server: Callable[..., Server], kv_polic
     """Other sums than on one rank: the reference is a run with ample memory."""
     answers = []
     for blocks in (1000, FEW):
-        server = start_server(*options(blocks, 3, "--tp", "3", "--kv-policy", kv_policy), ranks=3).wait_ready()
+        more = ("--tp", "3", "--policy", "mlfq", "--kv-policy", kv_policy)
+        server = start_server(*options(blocks, 3, *more), ranks=3).wait_ready()
         answers.append(ask(server, requests()))
         wait_until_idle(server)
         server.close()
@@ -166,7 +181,7 @@ async def _ask_and_leave(endpoint: Path) -> list[Answer | None]:
 
 @pytest.mark.timeout(400)
 def test_show_7_aborts_at_random_moments(start_server: Callable[..., Server], expected: list[Answer]) -> None:
-    server = start_server(*options(FEW, 1, "--host-kv", str(4 * BLOCK_BYTES))).wait_ready()
+    server = start_server(*options(FEW, 1, "--policy", "mlfq", "--host-kv", str(4 * BLOCK_BYTES))).wait_ready()
     answers = asyncio.run(_ask_and_leave(server.endpoint_file()))
     assert all(answer in (None, right) for answer, right in zip(answers, expected, strict=True))
     wait_until_idle(server)

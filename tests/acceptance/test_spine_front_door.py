@@ -77,9 +77,9 @@ async def _cut_submits(server: Server, count: int, width: int) -> None:
 
 
 async def _touch_kv(server: Server, width: int) -> None:
-    """Use more KV blocks at once than the cut submits can: the pages of a block count once it was used."""
+    """Use every KV block there is: its pages count as memory once it was used."""
     async with AsyncClient(server.endpoint_file()) as client:
-        whole = [client.generate(f"Request {i}:", max_tokens=64, ignore_eos=True) for i in range(width)]
+        whole = [client.generate(f"Request {i}:", max_tokens=120, ignore_eos=True) for i in range(width)]
         await asyncio.gather(*whole)
 
 
@@ -92,9 +92,9 @@ def _wait_until_unused(server: Server, within_s: float = 10.0) -> None:
 
 @pytest.mark.timeout(300)
 def test_show_6_a_thousand_cut_submits_leave_nothing(start_server: Callable[..., Server]) -> None:
-    # Blocks keep their content until all have had some: few blocks, so that all are soon in memory.
-    server = start_server("--model", "smollm2-135m", "--device-kv", "192M", "--host-kv", "0").wait_ready()
-    asyncio.run(_touch_kv(server, 32))
+    server = start_server("--model", "smollm2-135m", "--device-kv", "64M", "--host-kv", "0").wait_ready()
+    asyncio.run(_touch_kv(server, 32))  # 32 x 120 positions of 23,040 bytes: more than 64 MiB
+    assert server.status()["preemptions"] > 0
     pid, grown = server.rank_pid(0), []
     for _ in range(4):
         before = rss_bytes(pid)
