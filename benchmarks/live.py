@@ -1,23 +1,27 @@
 """Two policies on a real server under a heavy-tailed load, in pairs: `fastserve-hpc bench` with servers of its own.
 
-python benchmarks/live.py [--policy skip-join] [--pairs 3] [--load 0.8 1.0 1.2] [--requests 150] [--capacity RATE]
+python benchmarks/live.py [--policy skip-join] [--pairs 3] [--load 0.8 1.0 1.2] [--requests 600] [--capacity RATE]
     [--docs docs/scheduling.md] [--figure docs/figures/live.png] [-- SERVE OPTIONS]
 
-Load 1 is what fcfs gets done of requests that all come at once. Each pair has the same requests at the same times;
-what counts is the median of the pairs' ratios of mean seconds per output token: at most 0.6 at loads of 1.0 and more,
-at most 1.05 below. With --docs the table takes the place of the one between the two marks there. Ends with 1 if a line
-fails.
+Lengths are lognormal: prompts of 8 to 512 tokens (median 30, sigma 1), answers of 4 to 256 (median 20, sigma 1.5);
+arrivals are Poisson, other ones in each pair. Load 1 is what fcfs gets done of twice as many requests that all come at
+once. Each pair has the same requests at the same times; what counts is the median of the pairs' ratios of mean seconds
+per output token: at most 0.6 at loads of 1.0 and more, at most 1.05 below. With --docs the table takes the place of
+the one between the two marks there. Ends with 1 if a line fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -38,9 +42,22 @@ class Pair:
         return float(self.other["normalized_latency_s"][which] / self.base["normalized_latency_s"][which])
 
 
+def lognormal(rng: Random, middle: float, sigma: float, low: int, high: int) -> int:
+    return min(high, max(low, round(middle * math.exp(rng.gauss(0, sigma)))))
+
+
+def write_trace(path: Path, requests: int) -> None:
+    """Lengths alone; `bench` draws the times."""
+    rng = Random("live")
+    with path.open("w") as out:
+        for _ in range(requests):
+            prompt, output = lognormal(rng, 30, 1.0, 8, 512), lognormal(rng, 20, 1.5, 4, 256)
+            out.write(json.dumps({"arrival_s": 0.0, "prompt_tokens": prompt, "output_tokens": output}) + "\n")
+
+
 def bench(policy: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
     serve = ["--policy", policy, "--max-batch", str(args.max_batch), *args.serve_options]
-    load = ["--workload", "w2", "--requests", str(args.requests), *options]
+    load = ["--trace", str(args.trace), *options]
     command = [sys.executable, "-m", "fastserve_hpc", "bench", "--serve", "--json", *load, "--", *serve]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -56,7 +73,7 @@ def measure(args: argparse.Namespace, rate: float) -> list[Pair]:
     pairs = []
     for load in args.load:
         for number in range(args.pairs):
-            options = ("--rate", f"{load * rate:.3f}", "--seed", str(number))
+            options = ("--requests", str(args.requests), "--rate", f"{load * rate:.3f}", "--seed", str(number))
             order = (BASE, args.policy) if number % 2 == 0 else (args.policy, BASE)
             found = {policy: bench(policy, args, *options) for policy in order}
             pairs.append(Pair(load, found[BASE], found[args.policy]))
@@ -127,15 +144,18 @@ def main() -> None:
     parser.add_argument("--policy", default="skip-join")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--load", type=float, nargs="+", default=[0.8, 1.0, 1.2])
-    parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--max-batch", type=int, default=16)
     parser.add_argument("--capacity", type=float, help="requests/s, instead of measuring it")
     parser.add_argument("--docs", type=Path)
     parser.add_argument("--figure", type=Path)
     parser.add_argument("serve_options", nargs="*")
     args = parser.parse_args()
-    rate = args.capacity or capacity(args)
-    pairs = measure(args, rate)
+    with tempfile.TemporaryDirectory() as directory:
+        args.trace = Path(directory) / "trace.jsonl"
+        write_trace(args.trace, 2 * args.requests)
+        rate = args.capacity or capacity(args)
+        pairs = measure(args, rate)
     lines, passed = table(pairs, args, rate)
     print("\n".join(lines))
     if args.figure is not None:
