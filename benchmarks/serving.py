@@ -35,9 +35,10 @@ class RunningServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def command(self, *args: str) -> str:
-        """What a `fastserve-hpc` command prints."""
-        done = subprocess.run([*PROGRAM, *args], capture_output=True, text=True, check=False)
+    def command(self, *args: str, shows_errors: bool = False) -> str:
+        """What a `fastserve-hpc` command prints; what it says on standard error may be shown as it comes."""
+        errors = None if shows_errors else subprocess.PIPE
+        done = subprocess.run([*PROGRAM, *args], stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{' '.join(args)} ended with {done.returncode}: {done.stderr[-2000:]}")
+            raise SystemExit(f"{' '.join(args)} ended with {done.returncode}: {(done.stderr or '')[-2000:]}")
         return done.stdout

@@ -214,8 +214,12 @@ def test_show_3_a_million_lines() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_show_3_a_file_runs_as_fast_as_what_is_in_memory() -> None:
-    found = benchmark("batch_engine.py", "--requests", "200", "--rounds", "3", timeout_s=1700)
-    assert found["ratio"] >= 0.97
+    """Where others use the machine tokens a second say little, but an engine kept as full needs as many iterations."""
+    found = benchmark("batch_engine.py", "--requests", "250", "--in-flight", "128", "--rounds", "3", timeout_s=1700)
+    runs = [run for pair in found["pairs"] for run in pair.values()]
+    assert found["iterations"] <= 1.1
+    if max(run["other_busy_cores"] for run in runs) < 0.3:
+        assert found["ratio"] >= 0.97
 
 
 # 4. Live users hardly notice. test_slowdown.py has the bounds under the scheduler's own clock.
