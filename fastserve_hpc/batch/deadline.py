@@ -23,6 +23,10 @@ _RECENT = 20
 """Ticks whose pace counts."""
 _MIN_TICKS = 5
 """Before the pace of a run is believed."""
+_PATIENCE = 0.2
+"""Of the time until the deadline, how much may pass without a finished line before the run hurries: its pace is unknown
+until then, and long answers take a while.
+"""
 
 
 def parse_deadline(text: str, now: datetime | None = None) -> float:
@@ -77,13 +81,19 @@ class Pacer:
         now, left = self._now(), self._total - counts.finished
         self._recent.append((now, counts.finished))
         self._start = self._start or self._recent[0]
-        if left <= 0 or len(self._recent) < _MIN_TICKS:
+        if left <= 0 or len(self._recent) < _MIN_TICKS or self._is_patient(now):
             return
         time_left, pace = self._deadline - now, self._pace_since(*self._recent[0])
         self._adjust(pace, left / max(time_left * _RESERVE, 1e-9) if time_left > 0 else float("inf"))
         best = max(pace, self._pace_since(*self._start))  # answers may come in bursts
         if time_left <= 0 or (self._ticks_without_bound >= _RECENT and 0 < best * time_left < left):
             self._warn(counts.finished + best * max(time_left, 0.0), time_left)
+
+    def _is_patient(self, now: float) -> bool:
+        """Whether no line has finished yet, and that says nothing."""
+        assert self._start is not None
+        began, before = self._start
+        return self._recent[-1][1] == before and now - began < _PATIENCE * (self._deadline - began)
 
     def _pace_since(self, began: float, before: int) -> float:
         """Lines a second."""

@@ -86,3 +86,11 @@ def test_a_deadline_that_has_passed_is_said() -> None:
     run = Run(1000, -1.0)
     run.go(20)
     assert run.said == ["the deadline has passed; the run goes on"]
+
+
+def test_nobody_is_slowed_down_more_before_long_answers_could_have_come() -> None:
+    run = Run(1000, 100.0, most=0.0)
+    run.go(19)
+    assert set(run.slowdowns) == {1.25}
+    run.go(30)
+    assert run.pacer.slowdown > 1.25
