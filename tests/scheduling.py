@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
 from fastserve_hpc.core.cost import CostModel
+from fastserve_hpc.core.enst import Standing
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.kv_policy import KV_POLICIES
 from fastserve_hpc.core.plan import IterationPlan, IterationResult, TokenDelta
@@ -73,9 +75,20 @@ class Reordering:
         return (self._key(number, len(sequence.outputs)), number)
 
 
+class SecondLeaves(Reordering):
+    """Last come, first served; where blocks are short, the second to come leaves first: it is the last to run."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda number, _: -number)
+
+    def standing(self, sequence: Sequence, now: float) -> Standing:  # noqa: ARG002
+        return Standing(float(self._numbers[sequence.request_id] == 1), math.inf)
+
+
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fcfs": Fcfs,
     "last come": lambda: Reordering(lambda number, _: -number),
+    "second leaves": SecondLeaves,
     "levels": lambda: Reordering(lambda _, outputs: outputs // 4),
     "shuffled": lambda: Reordering(lambda number, outputs: hash((number, outputs)) % 997),
     "mlfq": lambda: Mlfq(CostModel()),
@@ -236,8 +249,9 @@ class Ranks:
         self.first.execute(plan)
 
     def _check_priorities(self, order: list[Sequence], plan: IterationPlan | None, residents: set[int]) -> None:
-        """Nobody takes the blocks or the place of one that is ahead of it."""
+        """Nobody takes the blocks or the place of one that is ahead of it. One that is parked has no place."""
         pieces = {piece.request_id: piece for piece in plan.slices} if plan else {}
+        resident = {*self.scheduler.kv.residents()}
         num_ahead, all_fit = 0, True
         for sequence in order:
             piece = pieces.get(sequence.request_id)
@@ -246,7 +260,7 @@ class Ranks:
                 is_early = self.scheduler.kv.policy.is_early
                 is_back = not piece.num_kept_blocks and (is_early or piece.request_id in residents)
                 assert all_fit or not piece.new_slots or is_back
-            num_ahead += piece is not None or sequence.awaits_sample
+            num_ahead += piece is not None or (sequence.awaits_sample and sequence.request_id in resident)
             waits = sequence.awaits_sample or not self.scheduler.kv.policy.preempts or self._is_waiting(sequence)
             all_fit &= piece is not None or waits
 

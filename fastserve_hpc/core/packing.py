@@ -23,7 +23,8 @@ class Packing:
 
     - The first `max_batch` sequences in the policy's order may run; of these one plan takes `share`,
       so that `num_stages` plans hold them all. One that waits for its sample, for an upload or for
-      its prefix counts, but is left out.
+      its prefix counts, but is left out. (Parked for one ahead of it while in flight, it has left its
+      place to those behind it.)
     - The next chunk of a prompt may follow the chunk before it while that is in flight; such a
       sequence does not count towards `share`.
     - A sequence gets the blocks of all its known tokens when it is admitted, later one at a time.

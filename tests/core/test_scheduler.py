@@ -202,9 +202,11 @@ class TestAborts:
         ranks = Ranks()
         ranks.add(request(1, max_tokens=1))
         turn(ranks)
+        ranks.add(request(2, max_tokens=2, stop_token_ids=()))
         for request_id in (1, 99):
             ranks.scheduler.abort(request_id, 0.0)
         ranks.run()
+        assert ranks.reasons == {1: "length", 2: "length"}
 
 
 class TestMemory:
@@ -255,6 +257,20 @@ class TestMemory:
         assert ids(ranks.schedule()) == [2]
         assert ranks.scheduler.counters.preemptions == 1
         ranks.run()
+
+    def test_one_that_is_parked_in_flight_has_left_its_place(self) -> None:
+        """The batch takes one: 2 has the place until it is parked for 3, which must wait for 2's blocks."""
+        limits = {"num_blocks": 6, "num_host_blocks": 6, "max_batch": 1, "num_stages": 2}
+        ranks = Ranks(**limits, kv_policy="proactive", policy="second leaves")
+        ranks.add(request(1, prompt_len=5, max_tokens=4, stop_token_ids=()))
+        turn(ranks)
+        ranks.add(request(2, prompt_len=5, max_tokens=4, stop_token_ids=()))
+        assert ids(ranks.schedule()) == [2]
+        ranks.add(request(3, prompt_len=13, max_tokens=2, stop_token_ids=()))
+        assert ids(ranks.schedule()) == [1]
+        assert ranks.scheduler.kv.parked() == [2]
+        ranks.run()
+        assert ranks.reasons == {1: "length", 2: "length", 3: "length"}
 
     def test_a_request_that_just_fits_runs(self) -> None:
         ranks = Ranks(num_blocks=4, block_size=4)
@@ -430,6 +446,7 @@ def test_crowded_runs_give_every_request_its_own_answer(policy: str, num_stages:
             prompt_len = rng.randint(1, room // 2)
             ranks.add(request(i, prompt_len, rng.randint(1, room - prompt_len), prompt_logprobs=rng.choice([None, 0])))
         ranks.run()
+        assert ranks.reasons.keys() == set(range(12))
 
 
 def test_counters() -> None:

@@ -30,7 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 2, 8, 40]),
         kv_policy=st.sampled_from(sorted(KV_POLICIES)),
         salt=st.sampled_from([None, b"salt"]),
-        cost=st.sampled_from([None, CostModel()]),
+        cost=st.none() | st.builds(CostModel),
     )
     def start(self, **limits: Any) -> None:
         self.ranks = Ranks(**limits)
