@@ -23,10 +23,12 @@ _RECENT = 20
 """Ticks whose pace counts."""
 _MIN_TICKS = 5
 """Before the pace of a run is believed."""
-_PATIENCE = 0.2
-"""Of the time until the deadline, how much may pass without a finished line before the run hurries: its pace is unknown
-until then, and long answers take a while.
+_PATIENCE, _PATIENCE_S = 0.1, 60.0
+"""Of the time until the deadline, how much may pass without a finished line before the run hurries, and at most so many
+seconds: its pace is unknown until then, and long answers take a while.
 """
+_HOPELESS = 0.5
+"""Where at most this part of what is left would be done, that is said after half the usual number of ticks."""
 
 
 def parse_deadline(text: str, now: datetime | None = None) -> float:
@@ -86,14 +88,16 @@ class Pacer:
         time_left, pace = self._deadline - now, self._pace_since(*self._recent[0])
         self._adjust(pace, left / max(time_left * _RESERVE, 1e-9) if time_left > 0 else float("inf"))
         best = max(pace, self._pace_since(*self._start))  # answers may come in bursts
-        if time_left <= 0 or (self._ticks_without_bound >= _RECENT and 0 < best * time_left < left):
-            self._warn(counts.finished + best * max(time_left, 0.0), time_left)
+        in_time = best * max(time_left, 0.0)
+        ticks = _RECENT // 2 if in_time < _HOPELESS * left else _RECENT
+        if time_left <= 0 or (self._ticks_without_bound >= ticks and 0 < in_time < left):
+            self._warn(counts.finished + in_time, time_left)
 
     def _is_patient(self, now: float) -> bool:
         """Whether no line has finished yet, and that says nothing."""
         assert self._start is not None
         began, before = self._start
-        return self._recent[-1][1] == before and now - began < _PATIENCE * (self._deadline - began)
+        return self._recent[-1][1] == before and now - began < min(_PATIENCE * (self._deadline - began), _PATIENCE_S)
 
     def _pace_since(self, began: float, before: int) -> float:
         """Lines a second."""

@@ -240,6 +240,38 @@ def test_show_4_a_deadline_that_cannot_be_met_is_said(start_server: Callable[...
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_show_4_a_deadline_is_kept_beside_live_users_where_it_can_be(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """With so small an S the lines would take several times as long."""
+    server = start_server("--model", "smollm2-135m", "--prefix-cache", "off").wait_ready()
+    load, source, output = tmp_path / "load.jsonl", tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_lines(load, [{"arrival_s": i / 2, "prompt_tokens": 30, "output_tokens": 20} for i in range(2000)])
+    files = ("--endpoint", "default", "--input", str(source), "--output", str(output), "--batch-slowdown", "1.1")
+    live = subprocess.Popen([*COMMAND[:-1], "bench", "--endpoint", "default", "--trace", str(load)], env=server.env,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        write_lines(source, [{"prompt": f"Number {i}", "max_tokens": 40, "ignore_eos": True} for i in range(80)])
+        met = server.run("batch", *files, "--deadline", "75s", timeout_s=200)
+        write_lines(source, [{"prompt": f"Number {i}", "max_tokens": 100, "ignore_eos": True} for i in range(5000)])
+        command = [*COMMAND, *files, "--deadline", "60s", "--overwrite"]
+        began, run = time.monotonic(), subprocess.Popen(command, env=server.env, stderr=subprocess.PIPE, text=True)
+        assert run.stderr is not None
+        said = next(line for line in run.stderr if "deadline" in line)
+        said_after_s = time.monotonic() - began
+        run.terminate()
+        run.communicate(timeout=30)
+    finally:
+        live.terminate()
+        live.wait()
+    assert met.returncode == 0, met.stderr
+    assert "deadline" not in met.stderr
+    assert "will not be done by the deadline" in said
+    assert said_after_s < 55
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_show_4_interactive_requests_keep_within_the_bound() -> None:
     found = benchmark("batch_beside.py", "--seconds", "60", "--slowdown", "2", timeout_s=1700)
