@@ -112,7 +112,8 @@ class Ops(Protocol):
     """One function per operation. Inputs are not changed and results have the dtype of the first, unless said.
 
     A KV layer is the view [num_blocks, 2, kv_heads, block_size, head_dim] of a block-major cache. What
-    lies inside a page belongs to the implementation; every number in it must be finite, written or not.
+    lies inside a page belongs to the implementation; in those that a batch attends every number must be finite,
+    written or not.
     """
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> Any:

@@ -175,9 +175,11 @@ def _plan_decodes(
     positions = (columns[:, :, None] * block_size + torch.arange(block_size, device=device)).flatten(1)
     tables = plan.batch.block_tables[members]
     ends = plan.batch.seq_lens[members, None]
+    # Padded with the sequence's own last block: another's need not be numbers, and 0 times NaN is NaN.
+    columns = torch.minimum(columns, (ends.long() - 1) // block_size)
     return _Decodes(
         query_rows=plan.batch.query_start[members].long(),
-        pages=_page_rows(kv_layer, tables.gather(1, columns.clamp_(max=tables.shape[1] - 1))),
+        pages=_page_rows(kv_layer, tables.gather(1, columns)),
         mask=_additive(_visible(positions, ends - 1, window), kv_layer.dtype)[:, None, None],
     )
 

@@ -55,6 +55,9 @@ class Batch:
     """Where their logits lie among the R rows."""
     scored: tuple[ScoredRange, ...]
     """Prompt positions to be scored."""
+    begun_blocks: tuple[int, ...] = ()
+    """Slots of blocks that this iteration begins and does not fill. Attention multiplies what lies behind a sequence's
+    end by 0: what an earlier owner has left there must not be, since it may be no number."""
     takes_most_likely: bool = False
     """Every one of the R rows, and there are some, wants its most likely token and nothing else."""
 
@@ -131,8 +134,14 @@ class BatchBuilder:
             sampled=sampled,
             sampled_rows=sampled_rows,
             scored=scored,
+            begun_blocks=self._begun_blocks(rows, starts, ends),
             takes_most_likely=bool(sampled) and not scored and all(s.takes_most_likely for s, _ in sampled),
         )
+
+    def _begun_blocks(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> tuple[int, ...]:
+        last, num_filled = np.divmod(ends, self._table.block_size)
+        is_begun = (num_filled > 0) & (ends - num_filled >= starts)
+        return tuple(self._table.blocks[rows[is_begun], last[is_begun]].tolist())
 
     def _check(self, plan: IterationPlan) -> None:
         if not plan.slices or plan.num_tokens > self._max_tokens or len(plan.slices) > self._max_seqs:

@@ -118,8 +118,9 @@ class KVCache:
         return self.device_tier[:, index]
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Zero whole blocks of the device tier: what is not a number in them would spoil their next owners."""
-        self.device_tier[list(slots)] = 0
+        """Zero whole blocks of the device tier."""
+        for slot in slots:
+            self.device_tier[slot].zero_()
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Begin copies; they run beside what is computed from now on.

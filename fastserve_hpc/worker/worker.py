@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 from typing import Protocol
@@ -68,8 +67,6 @@ class Worker:
         self._outputs = OutputReader(self._table)
         self._last_plan_id = 0
         self._stall_s = 0.0
-        self._broken: set[int] = set()
-        """Slots that may hold what is not a number; cleared for their next owners."""
 
     def execute(self, plan: IterationPlan) -> RankReport:
         """Compute this rank's stage of a plan; the report has a result on the last stage's tp_rank 0.
@@ -82,8 +79,6 @@ class Worker:
         self._outputs.forget(plan.finished)
         for new in plan.new_requests:
             self._table.add(new)
-        if self._broken:
-            self._clear_broken(plan)
         self._kv.copy(plan.copies)
         self._stall_s += self._kv.wait_for(plan.needs_copies)
         result = self._compute(plan) if plan.slices else IterationResult(plan.plan_id)
@@ -104,50 +99,16 @@ class Worker:
     @torch.inference_mode()
     def _compute(self, plan: IterationPlan) -> IterationResult | None:
         batch = self._builder.build(plan)
+        self._kv.clear(batch.begun_blocks)
         hidden = self._receive(batch)
         start = time.perf_counter()
         output = self._model.forward(batch, self._kv, hidden)
-        self._note_broken(batch, output)
         if not self._topology.is_last_stage:
             self._comm.send_next(output)
         if not self._topology.reports_results:
             return None
         result = self._outputs.read(plan.plan_id, batch, output)
         return replace(result, compute_s=time.perf_counter() - start)
-
-    def _note_broken(self, batch: Batch, output: torch.Tensor) -> None:
-        """Note the slots of sequences whose output is not a number: attention reads stale slots, times 0, too.
-
-        It spreads to every column, so one is looked at.
-        """
-        # One operation where all is well, which is nearly always.
-        if output.dtype == torch.int64:  # tokens, -1 where there is none
-            if int(output.min()) >= 0:
-                return
-            finite = output >= 0
-        else:
-            if math.isfinite(float(output[:, 0].sum())):
-                return
-            finite = output[:, 0].isfinite()
-        rows = batch.sample_rows if self._topology.is_last_stage else torch.arange(batch.num_tokens)
-        broken = torch.searchsorted(batch.query_start, rows.to(finite.device)[~finite], right=True) - 1
-        for i in sorted(set(broken.tolist())):
-            num_blocks = -(-int(batch.seq_lens[i]) // self._table.block_size)
-            self._broken.update(batch.block_tables[i, :num_blocks].tolist())
-
-    def _clear_broken(self, plan: IterationPlan) -> None:
-        """Zero the noted slots that have a new owner, which writes them from their beginning on.
-
-        Not earlier: another request may share them, and must not take zeros for its KV.
-        """
-        size = self._table.block_size
-        for piece in plan.slices:
-            num_filled = -(-piece.start // size)
-            first = max(0, num_filled - piece.num_kept_blocks)
-            fresh = self._broken.intersection(piece.new_slots[first:])
-            if fresh:
-                self._kv.clear(sorted(fresh))
-                self._broken -= fresh
 
     def _receive(self, batch: Batch) -> torch.Tensor | None:
         if self._topology.is_first_stage:

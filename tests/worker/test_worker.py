@@ -280,27 +280,36 @@ def test_output_that_is_no_number_is_the_error_of_its_request_only(
     assert "--dtype float32" in message
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_blocks_of_output_that_is_no_number_are_cleared_for_their_next_owner(
-    spoil: Callable[[int], None], num_stages: int
-) -> None:
-    link = Link()
-    workers = [make_worker(Topology(rank, 1, num_stages), link) for rank in range(num_stages)]
-    for worker in workers:
-        worker._kv.device_tier.fill_(1.0)
-    one = Coordinator(workers, Slots([4, 6, 5, 8]))
-    spoil(1)  # the second request's logits; of two stages also, on the first, a token of the first request
-    new = tuple(new_request(i, PROMPT) for i in (1, 2))
-    one.plan(*(one.slots.slice(i, 0, 7, samples=True) for i in (1, 2)), new_requests=new)
-    broken = [worker._broken for worker in workers]
-    assert broken == ([{5, 8}] if num_stages == 1 else [{4, 6}, {4, 5, 6, 8}])
-    assert workers[-1]._kv.device_tier[8].any(), "another request may share it"
-    one.slots.release(2)
-    last = one.slots.slice(3, 0, 7, samples=True)
-    assert last.new_slots == (5, 8)
-    spoil(0)
-    one.plan(last, new_requests=(new_request(3, PROMPT),), finished=(2,))
-    assert not workers[-1]._kv.device_tier[8, ..., 3, :].any()
+def test_what_is_no_number_does_not_reach_the_next_owner_of_its_block() -> None:
+    """Neither on the device nor by way of the host, and whether its output has been looked at or not."""
+    one = coordinator([4, 5])
+    kv = one.workers[0]._kv
+    one.plan(one.slots.slice(1, 0, 6), new_requests=(new_request(1, PROMPT),))
+    kv.device_tier[[4, 5]] = torch.nan
+    one.plan(copies=tuple(BlockCopy(i + 1, 4 + i, 20 + i, to_device=False) for i in range(2)))
+    wait_for_copies(one.workers[0], 2)
+    one.plan(copies=tuple(BlockCopy(i + 3, 28 + i, 20 + i, to_device=True) for i in range(2)))
+    wait_for_copies(one.workers[0], 4)
+    assert kv.device_tier[[28, 29]].isnan().all()
+    one.plan(finished=(1,))
+    for request_id, slots in ((2, [4, 5, 28]), (3, [29, 28, 5])):
+        one.slots = Slots(slots)
+        assert one.generate(request_id, PROMPT, GREEDY, 3) == expected_greedy(PROMPT, 3)
+    one.plan(copies=tuple(BlockCopy(i + 5, slot, 20 + i, to_device=False) for i, slot in enumerate([29, 28])))
+    wait_for_copies(one.workers[0], 6)
+    on_host, on_device = kv.host_tier[[20, 21]].view(torch.int32), kv.device_tier[[29, 28]].view(torch.int32)
+    assert torch.equal(on_host, on_device), "whole blocks"
+
+
+def test_a_block_is_cleared_once_when_it_is_begun() -> None:
+    one = coordinator([4, 5, 6])
+    kv = one.workers[0]._kv
+    one.plan(one.slots.slice(1, 0, 6), new_requests=(new_request(1, PROMPT),))
+    assert kv.device_tier[4].isnan().any(), "a block that is filled at once need not be"
+    assert kv.device_tier[5, 0, 0, 0, :, 0].tolist() == [PROMPT[4], PROMPT[5], 0, 0]
+    assert kv.device_tier[6].isnan().all()
+    one.plan(one.slots.slice(1, 6, 1, samples=True))
+    assert kv.device_tier[5, 0, 0, 0, :, 0].tolist() == [*PROMPT[4:], 0]
 
 
 def test_prompt_score_that_is_no_number_is_an_error(spoil: Callable[[int], None]) -> None:

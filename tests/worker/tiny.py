@@ -53,9 +53,11 @@ class TinyModel:
         i = int(torch.searchsorted(batch.query_start, row, right=True)) - 1
         context = int(batch.seq_lens[i] - batch.query_lens[i]) + row - int(batch.query_start[i]) + 1
         assert context == int(batch.positions[row]) + 1
-        ids = kv.layer(0)[batch.block_tables[i].long(), 0, 0, :, 0].reshape(-1)[:context]
+        pages = kv.layer(0)[batch.block_tables[i, : -(-int(batch.seq_lens[i]) // BLOCK_SIZE)].long()]
+        stored = pages[:, 0, 0, :, 0].reshape(-1)
+        ids = stored[:context]
         weights = torch.cos(torch.arange(context, dtype=torch.float32))
-        spoilt = 0 * ids.sum()  # NaN spreads, as it does in attention
+        spoilt = 0 * stored.sum()  # as in attention: NaN spreads, also from behind the end
         return (self._table[ids.nan_to_num().long()] * weights[:, None]).sum(dim=0) + spoilt
 
 
@@ -82,10 +84,14 @@ def make_worker(
     max_tokens: int = 64,
     max_seqs: int = 8,
 ) -> Worker:
+    """A worker whose blocks all had owners who left what is no number in them."""
     topology = topology or Topology()
+    kv = KVCache(SHAPE, KVSize(device_blocks, host_blocks), torch.device("cpu"))
+    kv.device_tier.fill_(torch.nan)
+    kv.host_tier.fill_(torch.nan)
     return Worker(
         TinyModel(topology),
-        KVCache(SHAPE, KVSize(device_blocks, host_blocks), torch.device("cpu")),
+        kv,
         topology,
         link or Link(),
         MemoryWatch(lambda: 12345),
