@@ -23,9 +23,6 @@ LOST_WAIT_S = (0.1, 5.0)
 """The same for asking whether a lost server is back."""
 MAX_LOSSES = 5
 """So often may the server be lost without a single answer in between."""
-
-_DETAILS = {"prefix_tokens": "prefix_tokens", "energy_j": "energy_j"}
-"""Counters of a status that are worth a word at the end, by the name that they have there."""
 _DEFAULTS = tuple((field.name, getattr(SamplingParams(), field.name)) for field in dataclasses.fields(SamplingParams))
 
 
@@ -97,16 +94,10 @@ class BatchServer:
     async def used_since(self, then: EngineStatus) -> dict[str, float]:
         """What the server has counted since, for all its clients; nothing where it does not answer or was another."""
         try:
-            now = await self._client.status()
+            now: EngineStatus = await self._client.status()
         except EndpointError:
             return {}
-        if now.uptime_s < then.uptime_s:
-            return {}
-        counted = {"preemptions": float(now.preemptions - then.preemptions)}
-        for name, detail in _DETAILS.items():
-            if detail in now.details:
-                counted[name] = now.details[detail] - then.details.get(detail, 0.0)
-        return counted
+        return now.counted_since(then)
 
     async def steer(self, slowdown: float) -> None:
         """What is with the server, and what follows, may cost interactive requests so much from now on."""

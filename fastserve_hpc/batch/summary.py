@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastserve_hpc.core.engine import COUNTED
 from fastserve_hpc.protocol import Usage
 from fastserve_hpc.stats import summarise
 
@@ -49,7 +50,7 @@ class Counts:
     in_flight: int = 0
     """Requests that are with the server."""
     server: dict[str, float] = field(default_factory=dict)
-    """What the server has counted during the run, for all its clients: preemptions, prefix_tokens, energy_j."""
+    """What the server has counted during the run, for all its clients (`EngineStatus.counted_since`)."""
     ttft_s: Samples = field(default_factory=Samples)
     latency_s: Samples = field(default_factory=Samples)
 
@@ -95,7 +96,7 @@ class Counts:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "output_tokens_per_s": self.output_tokens_per_s,
-            **{name: self.server.get(name) for name in ("preemptions", "prefix_tokens", "energy_j")},
+            **{name: self.server.get(name) for name in COUNTED},
             "ttft_s": self.ttft_s.summary(),
             "latency_s": self.latency_s.summary(),
         }

@@ -16,7 +16,7 @@ from typing import Any
 from fastserve_hpc.bench.trace import Load
 from fastserve_hpc.client import AsyncClient
 from fastserve_hpc.core.engine import EngineStatus
-from fastserve_hpc.errors import RequestError
+from fastserve_hpc.errors import EndpointError, RequestError
 from fastserve_hpc.stats import summarise
 
 
@@ -46,22 +46,36 @@ OnFinish = Callable[[Outcome, int], None]
 """Called with each outcome as it comes, and the number of all requests."""
 
 
-def load_server(
-    endpoint: str | None, job: str | None, plan: Plan, on_finish: OnFinish
-) -> tuple[Sequence[Outcome], float]:
-    """Load the server that an endpoint name or a Slurm job stands for; see `run_load`."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How a load went."""
+
+    outcomes: Sequence[Outcome]
+    """In the order of the requests."""
+    wall_s: float
+    """From the first due time to the last token."""
+    counted: dict[str, float]
+    """What the server has counted meanwhile, for all its clients (`EngineStatus.counted_since`)."""
+
+
+def load_server(endpoint: str | None, job: str | None, plan: Plan, on_finish: OnFinish) -> Loaded:
+    """Load the server that an endpoint name or a Slurm job stands for."""
     return asyncio.run(_load_server(endpoint, job, plan, on_finish))
 
 
-async def _load_server(
-    endpoint: str | None, job: str | None, plan: Plan, on_finish: OnFinish
-) -> tuple[Sequence[Outcome], float]:
+async def _load_server(endpoint: str | None, job: str | None, plan: Plan, on_finish: OnFinish) -> Loaded:
     async with AsyncClient(endpoint, job=job) as client:
         run = plan(await client.status())
         if run.warm_up:
             loads, prompts = zip(*run.warm_up, strict=True)
             await run_load(client, Run(loads, prompts), lambda *_: None)
-        return await run_load(client, run, on_finish)
+        before = await client.status()
+        outcomes, wall_s = await run_load(client, run, on_finish)
+        try:
+            counted = (await client.status()).counted_since(before)
+        except EndpointError:  # it was told to stop: it finishes what it has, and answers no more
+            counted = {}
+        return Loaded(outcomes, wall_s, counted)
 
 
 async def run_load(client: Any, run: Run, on_finish: OnFinish) -> tuple[list[Outcome], float]:

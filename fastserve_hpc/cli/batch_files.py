@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from fastserve_hpc.cli.counted import counted_parts
 from fastserve_hpc.cli.options import (
     NOT_NEGATIVE,
     Finite,
@@ -261,13 +262,4 @@ def _tokens(summary: dict[str, Any]) -> str:
 
 def _used(summary: dict[str, Any]) -> str:
     """What the server says of the time of the run."""
-    parts = []
-    if summary["prefix_tokens"]:
-        parts.append(
-            f"{summary['prefix_tokens']:.0f} of {summary['prompt_tokens']} prompt tokens from the prefix cache"
-        )
-    if summary["preemptions"]:
-        parts.append(f"{summary['preemptions']:.0f} preemptions")
-    if summary["energy_j"]:
-        parts.append(f"{summary['energy_j'] / 1000:.1f} kJ")
-    return "".join(f", {part}" for part in parts)
+    return "".join(f", {part}" for part in counted_parts(summary, summary["prompt_tokens"]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fastserve_hpc.cli.counted import counted_parts
 from fastserve_hpc.cli.options import POSITIVE, endpoint_options, input_path, json_option
 from fastserve_hpc.errors import ConfigError, ExitCode
 
@@ -40,6 +41,7 @@ Before w1, w2 and w3, 8 short requests warm the server up.
 A trace line is {"arrival_s": 1.5, "prompt_tokens": 120, "output_tokens": 40}. Prompts are random
 token ids; answers have exactly the wanted length. All times count from when a request was due.
 A request that does not fit the server's context is cut, and the number of those is said.
+Preemptions, prefixes and KV that moved are what the server counted meanwhile, for all clients.
 """
 _LATENCIES = ("ttft_s", "tpot_s", "latency_s", "normalized_latency_s")
 
@@ -91,13 +93,14 @@ def _measure(endpoint: str | None, job: str | None, options: LoadOptions) -> dic
     from fastserve_hpc.bench.processes import OthersWatch
 
     others = OthersWatch()
-    outcomes, wall_s = load_server(endpoint, job, lambda status: _run(options, status), _tick())
+    loaded = load_server(endpoint, job, lambda status: _run(options, status), _tick())
     machine = {
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
         "other_busy_cores": round(others.busy_cores(), 2),
     }
-    return {"workload": options.workload, **report(outcomes, wall_s), "machine": machine}
+    measured = report(loaded.outcomes, loaded.wall_s)
+    return {"workload": options.workload, **measured, "counted": loaded.counted, "machine": machine}
 
 
 def _run(options: LoadOptions, status: EngineStatus) -> Run:
@@ -141,6 +144,8 @@ def _print_table(result: dict[str, Any]) -> None:
     for name in _LATENCIES:
         table.add_row(name.removesuffix("_s"), *(_cell(result[name][column]) for column in columns))
     console.print(table)
+    if parts := counted_parts(result["counted"]):
+        console.print(f"meanwhile the server counted {', '.join(parts)}")
     if "server" in result:
         console.print(_usage(result["server"]))
     machine = result["machine"]

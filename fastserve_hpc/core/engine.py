@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 from fastserve_hpc.core.plan import TokenDelta
 from fastserve_hpc.core.request import Request
 
+COUNTED = ("preemptions", "prefix_tokens", "recomputed_tokens", "offloaded_bytes", "uploaded_bytes", "energy_j")
+"""What `EngineStatus.counted_since` counts, where the engine does."""
 EngineState = Literal["starting", "ready", "draining", "ended"]
 
 
@@ -44,6 +46,17 @@ class EngineStatus:
     output_tokens: int = 0
     details: dict[str, float] = field(default_factory=dict)
     """Further counters, by name."""
+
+    def counted_since(self, then: EngineStatus) -> dict[str, float]:
+        """What was counted between two snapshots, by name, for all clients; nothing where `then` is another engine's.
+
+        Preemptions, tokens of prefixes and those computed again, bytes of KV moved, energy.
+        """
+        if self.uptime_s < then.uptime_s:
+            return {}
+        now = {"preemptions": float(self.preemptions), **self.details}
+        before = {"preemptions": float(then.preemptions), **then.details}
+        return {name: now[name] - before.get(name, 0.0) for name in COUNTED if name in now}
 
 
 class Engine(Protocol):

@@ -111,4 +111,5 @@ def measure(server: OwnServer, workload: str, seed: int) -> dict[str, Any]:
     from fastserve_hpc.bench.load import load_server
 
     options = LoadOptions(workload=workload, seed=seed)
-    return report(*load_server(server.endpoint, None, lambda status: options.run(status)[0], lambda *_: None))
+    loaded = load_server(server.endpoint, None, lambda status: options.run(status)[0], lambda *_: None)
+    return report(loaded.outcomes, loaded.wall_s)

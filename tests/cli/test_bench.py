@@ -48,6 +48,27 @@ def test_a_table_for_people(run: Run, trace: str) -> None:
     assert "normalized_latency" in output
 
 
+def test_what_the_server_counted_meanwhile_is_told(
+    run: Run, server: FakeServer, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.status = replace(server.status, details={"offloaded_bytes": 1e6, "recomputed_tokens": 5.0})
+    answer = server.answer
+
+    def counting(prompt: object, options: dict[str, object]) -> object:
+        moved = {"offloaded_bytes": server.status.details["offloaded_bytes"] + 2e6, "recomputed_tokens": 5.0}
+        server.status = replace(server.status, preemptions=server.status.preemptions + 1, details=moved)
+        return answer(prompt, options)
+
+    monkeypatch.setattr(server, "answer", counting)
+    command = ("bench", "--trace", trace, "--requests", "3", "--rate", "100")
+    assert json.loads(run(*command, "--json").stdout)["counted"] == {
+        "preemptions": 3.0,
+        "offloaded_bytes": 6e6,
+        "recomputed_tokens": 0.0,
+    }
+    assert "meanwhile the server counted 3 preemptions, 6.0 MB of KV offloaded\n" in run(*command).stdout
+
+
 def test_prompts_stay_in_the_vocabulary(run: Run, server: FakeServer, trace: str) -> None:
     server.status = replace(server.status, vocab_size=40)
     run("bench", "--trace", trace, "--requests", "2")
