@@ -423,3 +423,35 @@ def test_show_6_the_prefix_cache_doubles_the_pace() -> None:
     found = benchmark("batch_prefix.py", timeout_s=1700)
     assert found["reuse"] >= 0.9
     assert found["gain"] >= 2
+
+
+# 7. The documentation, as a new user reads it.
+
+
+def command_blocks() -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", (REPOSITORY / "docs" / "batch.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_show_7_the_documentation_works_as_it_stands(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """One block after the other. Slurm is not here: shards run one by one, on the server."""
+    server = start_server("--model", "smollm2-135m", "--endpoint", "demo").wait_ready()
+    program = tmp_path / "bin" / "fastserve-hpc"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fastserve_hpc "$@"\n')
+    program.chmod(0o755)
+    path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    others = ("fastserve-hpc serve", "fastserve-hpc sbatch")
+    blocks = [block for block in command_blocks() if not block.startswith(others)]
+    assert len(blocks) >= 9
+    for block in blocks:
+        if block.startswith("#SBATCH --array=0-7"):
+            of_one = block.replace("--model /models/llama", "--endpoint demo")
+            block = f"for SLURM_ARRAY_TASK_ID in {{0..7}}; do\n{of_one}done"
+        run = subprocess.run(["bash", "-ec", block], cwd=tmp_path, env={**server.env, "PATH": path},
+                             capture_output=True, text=True, timeout=200)  # fmt: skip
+        assert run.returncode == 0, f"{block}\n{run.stdout}\n{run.stderr}"
+    assert [record["id"] for record in records(tmp_path / "whole.jsonl")] == ["batch_req_1", "batch_req_2"]
+    for name in ("out", "attached", "scores", "answers", "verdicts", "stories.out", "logprobs.out"):
+        assert all(record["error"] is None for record in records(tmp_path / f"{name}.jsonl"))
