@@ -146,17 +146,19 @@ def test_cut_at_random_moments_nothing_stays_behind(door: FrontDoor) -> None:
         if rng.random() < 0.5:
             await stream.aclose()
 
-    async def main() -> None:
+    async def main() -> int:
         for _ in range(5):
             client = AsyncClient("test")
             await asyncio.gather(*(one(client) for _ in range(40)))
             await client.close()
+        async with AsyncClient("test") as client:
+            return (await client.generate("x", max_tokens=3)).usage.completion_tokens
 
     async def _drain(stream: object) -> None:
         async for _ in stream:  # type: ignore[attr-defined]
             pass
 
-    asyncio.run(main())
+    assert asyncio.run(main()) == 3, "the server answers as before"
     wait_until(lambda: not door.engine.open)
 
 

@@ -19,7 +19,7 @@ def data(of_rank: int, n: int, dtype: torch.dtype, call: int) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(1000 * call + of_rank)).to(dtype)
 
 
-def reduce_many(rank: int, num_ranks: int, path: Path, slot_bytes: int) -> None:
+def reduce_many(rank: int, num_ranks: int, path: Path, slot_bytes: int) -> int:
     kernels, group = open_kernels(num_threads=1), SharedGroup(path, rank, num_ranks, slot_bytes)
     for call in range(60):
         n, dtype = [1, 19, 2048, 20_000, 70_001][call % 5], [torch.float32, torch.bfloat16][call % 2]
@@ -28,14 +28,16 @@ def reduce_many(rank: int, num_ranks: int, path: Path, slot_bytes: int) -> None:
             expected += data(r, n, dtype, call).float()
         result = kernels.all_reduce(data(rank, n, dtype, call), group)
         assert torch.equal(result, expected.to(dtype)), (call, n, dtype)
+    return call + 1
 
 
-def gather_many(rank: int, num_ranks: int, path: Path, slot_bytes: int) -> None:
+def gather_many(rank: int, num_ranks: int, path: Path, slot_bytes: int) -> int:
     kernels, group = open_kernels(num_threads=1), SharedGroup(path, rank, num_ranks, slot_bytes)
     for call in range(40):
         rows, n = [1, 3, 40][call % 3], [1, 19, 5000][call % 3]
         parts = [data(r, rows * n, torch.float32, call).view(rows, n) for r in range(num_ranks)]
         assert torch.equal(kernels.all_gather(parts[rank], group), torch.cat(parts, dim=1)), call
+    return call + 1
 
 
 def best_median(rank: int, num_ranks: int, path: Path, slot_bytes: int) -> float:
@@ -53,11 +55,11 @@ def best_median(rank: int, num_ranks: int, path: Path, slot_bytes: int) -> float
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_all_reduce_sums_in_rank_order(run_ranks: RunRanks, num_ranks: int) -> None:
-    run_ranks(reduce_many, num_ranks, slot_bytes=1 << 16)
+    assert run_ranks(reduce_many, num_ranks, slot_bytes=1 << 16) == [60] * num_ranks
 
 
 def test_all_gather(run_ranks: RunRanks) -> None:
-    run_ranks(gather_many, 3, slot_bytes=1 << 14)
+    assert run_ranks(gather_many, 3, slot_bytes=1 << 14) == [40] * 3
 
 
 @pytest.mark.slow

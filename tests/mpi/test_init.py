@@ -61,6 +61,8 @@ def test_a_launcher_that_mpi_does_not_see_is_named_with_the_cure(environ, mpi_en
 def test_importing_the_mpi_modules_does_not_start_mpi(mpi_environment):
     code = (
         "import fastserve_hpc.parallel.mpi_comm, fastserve_hpc.parallel.mpi_control\n"
-        "from mpi4py import MPI; assert not MPI.Is_initialized()"
+        "from mpi4py import MPI; print(MPI.Is_initialized())"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=mpi_environment)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=mpi_environment)
+    assert result.stdout == "False\n", result.stderr

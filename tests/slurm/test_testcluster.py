@@ -75,7 +75,7 @@ def test_a_command_ends_with_its_caller(cluster: Cluster) -> None:
     process = cluster.popen("sleep", "50", node="n1")
     wait_until(running, 5, "sleep to run")
     process.terminate()
-    process.wait(5)
+    assert process.wait(5) != 0
     wait_until(lambda: not running(), 5, "sleep to end")
 
 
