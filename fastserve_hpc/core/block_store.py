@@ -7,44 +7,13 @@ stays until somebody wants the slot.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from fastserve_hpc.core.block import NOWHERE, Block
 from fastserve_hpc.core.block_pool import BlockPool
+from fastserve_hpc.core.copy_book import CopyBook
 from fastserve_hpc.core.plan import BlockCopy
-
-NOWHERE = -1
-NOT_YET = 2**62
-"""`Block.written` before the block is full."""
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """The KV of `block_size` positions, or of the first few of them."""
-
-    device: int = NOWHERE
-    """Its slot on the device."""
-    host: int = NOWHERE
-    """Its slot on the host; once no copy is in flight its content is the device's."""
-    refs: int = 0
-    """Sequences whose KV it is part of."""
-    pins: int = 0
-    """Those of them that may run: it must be on the device."""
-    key: bytes | None = None
-    """Names its content, if it is in the prefix cache."""
-    written: int = NOT_YET
-    """The plan that fills it: later ones may read it."""
-    last_plan: int = 0
-    """The last plan that used its device slot, of sequences that have let go of it."""
-    last_copy: int = 0
-    """The last copy from or to one of its slots."""
-    upload: int = 0
-    """The copy that brought it to the device: plans may read it from then on."""
-
-    @property
-    def is_lost(self) -> bool:
-        return self.device < 0 and self.host < 0
 
 
 class BlockStore:
@@ -69,11 +38,10 @@ class BlockStore:
         self._settling: dict[Block, None] = {}
         """Device slots that will be idle or free once plans and copies in flight are done."""
         self._by_plan: dict[int, list[Block]] = {}
-        self._copying: deque[tuple[int, Block]] = deque()
+        self._copies = CopyBook()
         self._void: list[tuple[int, int]] = []
         """(copy, host slot): free once the copy is done."""
-        self._new_copies: list[BlockCopy] = []
-        self._last_copy = self._copies_done = self._last_done = 0
+        self._last_done = 0
 
     @property
     def num_device(self) -> int:
@@ -99,12 +67,12 @@ class BlockStore:
 
     @property
     def copies_in_flight(self) -> int:
-        return len(self._copying)
+        return len(self._copies)
 
     @property
     def copies_done(self) -> int:
         """The highest n such that every rank has done copies 1..n."""
-        return self._copies_done
+        return self._copies.done
 
     # What sequences do with blocks.
 
@@ -146,7 +114,7 @@ class BlockStore:
         for block, slot in zip(blocks, self._take_slots(len(blocks)) or (), strict=True):
             block.device = slot
             block.pins += 1
-            block.upload = self._start(block, to_device=True)
+            block.upload = self._copies.start(block, to_device=True)
             self._file(block)
         self.num_uploaded += len(blocks)
 
@@ -161,7 +129,7 @@ class BlockStore:
             if slot is None:
                 break
             block.host = slot
-            self._start(block, to_device=False)
+            self._copies.start(block, to_device=False)
             self._file(block)
             count += 1
         self.num_offloaded += count
@@ -200,8 +168,7 @@ class BlockStore:
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies begun since the last call, for the next plan."""
-        copies, self._new_copies = tuple(self._new_copies), []
-        return copies
+        return self._copies.take_new()
 
     def plan_done(self, plan_id: int) -> None:
         """The results of all plans up to this one are in."""
@@ -212,11 +179,8 @@ class BlockStore:
 
     def acknowledge(self, copy_id: int) -> None:
         """Every rank has done all copies up to this one."""
-        self._copies_done = max(self._copies_done, copy_id)
-        while self._copying and self._copying[0][0] <= copy_id:
-            done, block = self._copying.popleft()
-            if done == block.last_copy:
-                self._file(block)
+        for block in self._copies.acknowledge(copy_id):
+            self._file(block)
         self._free_void()
 
     # Inside.
@@ -227,7 +191,7 @@ class BlockStore:
         self._idle.pop(block, None)
         self._wanted.pop(block, None)
         self._idle_host.pop(block, None)
-        is_copied = block.last_copy <= self._copies_done
+        is_copied = block.last_copy <= self._copies.done
         if not block.refs and block.key is None and is_copied and block.last_plan <= self._last_done:
             self._free(block)
             return
@@ -247,13 +211,6 @@ class BlockStore:
         if block.host >= 0:
             self._host.give_back((block.host,))
         block.device = block.host = NOWHERE
-
-    def _start(self, block: Block, to_device: bool) -> int:
-        self._last_copy += 1
-        block.last_copy = self._last_copy
-        self._new_copies.append(BlockCopy(self._last_copy, block.device, block.host, to_device))
-        self._copying.append((self._last_copy, block))
-        return self._last_copy
 
     def _take_slots(self, count: int) -> tuple[int, ...] | None:
         if count > self.num_free:
@@ -284,15 +241,15 @@ class BlockStore:
 
     def _free_void(self) -> None:
         if self._void:
-            done = [slot for copy_id, slot in self._void if copy_id <= self._copies_done]
-            self._void = [pair for pair in self._void if pair[0] > self._copies_done]
+            done = [slot for copy_id, slot in self._void if copy_id <= self._copies.done]
+            self._void = [pair for pair in self._void if pair[0] > self._copies.done]
             self._host.give_back(done)
 
     def check(self, held: Iterable[Block]) -> None:
         """Assert the invariants; `held` are the blocks of all sequences."""
         self._device.check()
         self._host.check()
-        known = {*held, *self._index.values(), *self._settling, *(block for _, block in self._copying)}
+        known = {*held, *self._index.values(), *self._settling, *self._copies.blocks()}
         known |= {block for blocks in self._by_plan.values() for block in blocks}
         for slots, pool in (([b.device for b in known], self._device), ([b.host for b in known], self._host)):
             used = sorted(slot for slot in slots if slot >= 0)
@@ -304,7 +261,7 @@ class BlockStore:
         assert all(block in known for places in (self._idle, self._wanted, self._idle_host) for block in places)
 
     def _check_block(self, block: Block) -> None:
-        is_copied = block.last_copy <= self._copies_done
+        is_copied = block.last_copy <= self._copies.done
         is_quiet = is_copied and block.last_plan <= self._last_done
         assert 0 <= block.pins <= block.refs
         assert block.device >= 0 or not block.pins, "pinned, but not on the device"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fastserve_hpc.core.block_store import Block, BlockStore
+from fastserve_hpc.core.block import Block
+from fastserve_hpc.core.block_store import BlockStore
 from fastserve_hpc.core.cost import Costs
 from fastserve_hpc.core.kv_policy import KV_POLICIES, CopyCosts, KvPolicy
 from fastserve_hpc.core.plan import BlockCopy

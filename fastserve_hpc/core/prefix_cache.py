@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fastserve_hpc.core.block import NOT_YET, Block
 from fastserve_hpc.core.block_keys import KeyChain
-from fastserve_hpc.core.block_store import NOT_YET, Block, BlockStore
+from fastserve_hpc.core.block_store import BlockStore
 from fastserve_hpc.core.sequence import Sequence
 
 
