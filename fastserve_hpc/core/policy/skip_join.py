@@ -8,24 +8,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice
 
 from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.enst import Standing
 from fastserve_hpc.core.policy.base import OrderKey
-from fastserve_hpc.core.policy.levels import Levels
+from fastserve_hpc.core.policy.running import Running
+from fastserve_hpc.core.policy.sessions import Sessions
 from fastserve_hpc.core.policy.sizing import Sizing, SkipJoinRules
 from fastserve_hpc.core.policy.waiting import Entry, Waiting
 from fastserve_hpc.core.sequence import Sequence
 
 _BATCH_CLASS = 1000.0
 """Added to the levels of the service class `batch`: behind everyone else."""
-_MAX_VICTIMS = 8
-"""Running requests, from the worst, that are looked at for one to replace."""
-_PINNED = -2.0
-"""The place of those whom nobody may replace."""
-_AGED = -1.0
-"""The place of those that have waited too long, until their prompt is done."""
 
 
 class SkipJoin:
@@ -43,12 +37,9 @@ class SkipJoin:
         self._sizing = Sizing(self.rules, max_batch, cost, num_stages)
         self._entries: dict[int, Entry] = {}
         self._waiting = Waiting()
-        self._running = 0
-        self._decoding = Levels()
-        self._prefilling = Levels()
+        self._running = Running()
         self._pinned: dict[int, Entry] = {}
-        self._sessions: dict[str, list[int]] = {}
-        """By name: [live requests, tokens they were given since there was none]."""
+        self._sessions = Sessions()
         self._num_added = 0
         self._order = 0
         self._prompt_tokens_left = 0
@@ -64,23 +55,18 @@ class SkipJoin:
         entry = Entry(sequence, self._num_added, now, prompt_left=sequence.num_prompt)
         self._entries[sequence.request_id] = entry
         self._prompt_tokens_left += entry.prompt_left
-        session = sequence.request.session if self.rules.uses_sessions else None
-        if session is not None:
-            entry.session = self._sessions.setdefault(session, [0, 0])
-            entry.session[0] += 1
+        if self.rules.uses_sessions and sequence.request.session is not None:
+            entry.session = self._sessions.join(sequence.request.session)
         self._set_level(entry)
         self._waiting.put(entry)
 
     def remove(self, sequence: Sequence, is_complete: bool) -> None:
         entry = self._entries.pop(sequence.request_id)
-        if entry.is_running:
-            self._leave(entry)
-        else:
-            self._waiting.take_out(entry)
+        self._take_out(entry)
         self._pinned.pop(sequence.request_id, None)
         self._prompt_tokens_left -= entry.prompt_left
         if entry.session is not None:
-            self._leave_session(entry.session, sequence)
+            self._sessions.leave(entry.session)
         if is_complete:
             self._count_last(entry)
             self._sizing.learn(sequence)
@@ -103,7 +89,7 @@ class SkipJoin:
         if entry.prompt_left:
             self._compute_prompt(entry, num_tokens)
         elif entry.session is not None:
-            entry.session[1] += num_tokens
+            entry.session.tokens += num_tokens
         if entry.is_pinned:
             self._credit -= 1
         if not entry.prompt_left and self._outputs(entry) >= entry.end:
@@ -122,8 +108,7 @@ class SkipJoin:
 
     def ranked(self, now: float) -> Iterator[Sequence]:
         self._select(now)
-        yield from self._decoding
-        yield from self._prefilling
+        yield from self._running
         for entry in self._waiting.ordered():
             yield entry.sequence
 
@@ -157,7 +142,7 @@ class SkipJoin:
             return
         self._age(now)
         self._pin_oldest()
-        while (entry := self._waiting.first()) is not None and self._running < self._max_batch:
+        while (entry := self._waiting.first()) is not None and len(self._running) < self._max_batch:
             self._start(entry)
         while (entry := self._waiting.first()) is not None and entry.is_pinned:
             self._make_way(entry)
@@ -165,7 +150,7 @@ class SkipJoin:
 
     def _make_way(self, pinned: Entry) -> None:
         """A pinned request takes the place of the worst. There are far fewer pinned ones than places."""
-        victim = self._worst_running()
+        victim = self._running.last()
         if victim is not None:
             self._stop(victim)
         self._start(pinned)
@@ -185,8 +170,7 @@ class SkipJoin:
     def _victim_of(self, candidate: Entry, spared: float) -> Entry | None:
         """The worst running request that is worth replacing, of the first few."""
         least = candidate.level + (self.rules.hinted_gap if candidate.is_hinted else self.rules.min_gap)
-        for sequence in islice(chain(reversed(self._prefilling), reversed(self._decoding)), _MAX_VICTIMS):
-            victim = self._entries[sequence.request_id]
+        for victim in self._running.from_last():
             if victim.place < least or (victim.place < spared and not victim.is_hinted):
                 continue
             if victim.level >= _BATCH_CLASS or self._is_worth_it(candidate, victim):
@@ -203,59 +187,38 @@ class SkipJoin:
             return True
         return self._sizing.is_less(candidate.sequence, candidate.prompt_left, victim.sequence)
 
-    def _worst_running(self) -> Entry | None:
-        lasts = [last for levels in (self._decoding, self._prefilling) if (last := levels.last()) is not None]
-        entries = [self._entries[last.request_id] for last in lasts]
-        worst = max(entries, key=lambda entry: entry.place, default=None)
-        return None if worst is None or worst.is_pinned else worst
-
     def _start(self, entry: Entry) -> None:
         self._waiting.take_out(entry)
-        entry.is_running = True
-        self._running += 1
-        self._enter(entry)
+        self._running.put(entry, self._next_order())
 
     def _stop(self, entry: Entry) -> None:
         self.num_replaced += 1
-        self._leave(entry)
-        self._order += 1
-        entry.order, entry.was_running = self._order, True
+        self._running.take_out(entry)
+        entry.order, entry.was_running = self._next_order(), True
         self._waiting.put(entry)
 
-    def _enter(self, entry: Entry) -> None:
+    def _take_out(self, entry: Entry) -> None:
+        if entry.is_running:
+            self._running.take_out(entry)
+        else:
+            self._waiting.take_out(entry)
+
+    def _next_order(self) -> int:
         self._order += 1
-        entry.order = self._order
-        entry.is_prefilling = entry.prompt_left > 0
-        entry.place = entry.level
-        if entry.is_pinned:
-            entry.place = _PINNED
-        elif entry.is_aged and entry.is_prefilling:
-            entry.place = _AGED
-        (self._prefilling if entry.is_prefilling else self._decoding).put(entry.place, entry.sequence)
-
-    def _leave(self, entry: Entry) -> None:
-        self._take_place(entry)
-        entry.is_running = False
-        self._running -= 1
-
-    def _take_place(self, entry: Entry) -> None:
-        (self._prefilling if entry.is_prefilling else self._decoding).take_out(entry.place, entry.sequence)
+        return self._order
 
     # Levels.
 
     def _relevel(self, entry: Entry) -> None:
         """Its prompt is done, or it has had what its level gives."""
-        if entry.is_running:
-            self._take_place(entry)
-        else:
-            self._waiting.take_out(entry)
+        is_running = entry.is_running
+        self._take_out(entry)
         entry.is_aged = False
         self._set_level(entry)
-        if entry.is_running:
-            self._enter(entry)
+        if is_running:
+            self._running.put(entry, self._next_order())
         else:
-            self._order += 1
-            entry.order = self._order
+            entry.order = self._next_order()
             self._waiting.put(entry)
 
     def _set_level(self, entry: Entry) -> None:
@@ -273,7 +236,7 @@ class SkipJoin:
         entry.limit = 0 if watched else entry.end
 
     def _outputs(self, entry: Entry) -> int:
-        return len(entry.sequence.outputs) if entry.session is None else entry.session[1]
+        return len(entry.sequence.outputs) if entry.session is None else entry.session.tokens
 
     # Nobody starves.
 
@@ -305,16 +268,10 @@ class SkipJoin:
     def check(self) -> None:
         """Assert the invariants. For tests."""
         self._waiting.check()
-        running = [entry for entry in self._entries.values() if entry.is_running]
-        assert len(running) == self._running <= self._max_batch
-        filed = [self._entries[sequence.request_id] for sequence in (*self._decoding, *self._prefilling)]
-        assert {entry.number for entry in filed} == {entry.number for entry in running}
+        self._running.check()
+        running = [request_id for request_id, entry in self._entries.items() if entry.is_running]
+        assert sorted(running) == sorted(sequence.request_id for sequence in self._running)
+        assert len(running) <= self._max_batch
         assert self._prompt_tokens_left == sum(entry.prompt_left for entry in self._entries.values()) >= 0
         assert all(entry.prompt_left >= 0 and entry.level >= 0 for entry in self._entries.values())
-        live = [entry.session for entry in self._entries.values() if entry.session is not None]
-        assert sum(count for count, _ in self._sessions.values()) == len(live)
-
-    def _leave_session(self, session: list[int], sequence: Sequence) -> None:
-        session[0] -= 1
-        if not session[0]:
-            del self._sessions[sequence.request.session or ""]
+        self._sessions.check(sum(entry.session is not None for entry in self._entries.values()))

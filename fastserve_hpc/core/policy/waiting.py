@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from fastserve_hpc.core.policy.sessions import Session
 from fastserve_hpc.core.sequence import Sequence
 
 _MAX_AGED = 4
@@ -44,7 +45,7 @@ class Entry:
     aged_order: int = 0
     """Counts those that became aged."""
     is_pinned: bool = False
-    session: list[int] | None = None
+    session: Session | None = None
     stay: int = 0
     """Counts its stays in the queue; what the heaps hold of earlier ones is void."""
     wait_key: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
