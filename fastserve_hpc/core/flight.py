@@ -1,11 +1,12 @@
-"""The plans whose results are awaited, and what has been done since the start."""
+"""Plans from their number to their result, and what has been done since the start."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-from fastserve_hpc.core.plan import IterationResult, SequenceSlice
+from fastserve_hpc.core.packing import Packing
+from fastserve_hpc.core.plan import BlockCopy, IterationPlan, IterationResult, SequenceSlice
 from fastserve_hpc.core.sequence import Sequence
 
 
@@ -39,27 +40,68 @@ class Flight:
 
 
 class Flights:
-    """Plans in flight, in order; their results come in the same order."""
+    """Numbers plans, up to one a stage in flight; takes their results in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_stages: int, last_plan_id: int):
+        """The ranks have computed all plans up to `last_plan_id`."""
+        self._num_stages = num_stages
         self._flights: deque[Flight] = deque()
-        self.last_done = 0
+        self._to_forget: list[int] = []
+        self.last_plan_id = last_plan_id
+        self.last_done = last_plan_id
         """The last plan whose result is in."""
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    def start(self, flight: Flight) -> None:
-        self._flights.append(flight)
+    @property
+    def is_full(self) -> bool:
+        """Every stage has a plan."""
+        return len(self._flights) >= self._num_stages
 
-    def land(self, result: IterationResult, last_plan_id: int) -> Flight | None:
+    @property
+    def has_news(self) -> bool:
+        """The workers have somebody to forget."""
+        return bool(self._to_forget)
+
+    def forget(self, request_id: int) -> None:
+        """Tell the workers with the next plan that a request has ended."""
+        self._to_forget.append(request_id)
+
+    def start(self, packing: Packing, copies: tuple[BlockCopy, ...], now: float) -> IterationPlan:
+        """The plan of what was packed. Without slices it is not in flight: no result of it is awaited."""
+        self.last_plan_id += 1
+        plan = IterationPlan(
+            self.last_plan_id,
+            slices=tuple(packing.slices),
+            new_requests=tuple(packing.new_requests),
+            finished=self._take_forgotten(),
+            copies=copies,
+            needs_copies=packing.needs_copies,
+        )
+        if plan.slices:
+            flight = (plan.slices, tuple(packing.sequences), packing.num_samples, packing.num_prompt_tokens)
+            part = 1.0 if packing.room is None else packing.room.interactive_part
+            self._flights.append(Flight(plan.plan_id, *flight, now, part))
+        return plan
+
+    def shutdown(self) -> IterationPlan:
+        """The last plan: the workers leave their loop."""
+        self.last_plan_id += 1
+        return IterationPlan(self.last_plan_id, finished=self._take_forgotten(), shutdown=True)
+
+    def _take_forgotten(self) -> tuple[int, ...]:
+        forgotten, self._to_forget = tuple(self._to_forget), []
+        return forgotten
+
+    def land(self, result: IterationResult) -> Flight | None:
         """The plan that the result is for, which is no longer in flight then; None for one without slices.
 
-        `last_plan_id` is that of the newest plan. Raises ValueError for any result but the next.
+        Raises ValueError for any result but the next.
         """
         oldest = self._flights[0] if self._flights else None
         if oldest is None or result.plan_id < oldest.plan_id:
-            if result.token_ids or not self.last_done < result.plan_id <= last_plan_id:
+            if result.token_ids or not self.last_done < result.plan_id <= self.last_plan_id:
                 raise ValueError(f"result of plan {result.plan_id}, which is not in flight")
             return None
         if result.plan_id != oldest.plan_id:
@@ -69,12 +111,12 @@ class Flights:
         self.last_done = oldest.plan_id
         return oldest
 
-    def check(self, last_plan_id: int, num_stages: int) -> list[int]:
+    def check(self) -> list[int]:
         """Assert the invariants. Returns the unfinished requests whose samples are awaited."""
         plan_ids = [flight.plan_id for flight in self._flights]
-        assert len(plan_ids) <= num_stages
+        assert len(plan_ids) <= self._num_stages
         assert plan_ids == sorted(set(plan_ids))
-        assert all(self.last_done < plan_id <= last_plan_id for plan_id in plan_ids)
+        assert all(self.last_done < plan_id <= self.last_plan_id for plan_id in plan_ids)
         pieces = [pair for flight in self._flights for pair in zip(flight.sequences, flight.slices, strict=True)]
         return sorted(sequence.request_id for sequence, piece in pieces if piece.samples and not sequence.is_finished)
 

@@ -133,6 +133,17 @@ class KvManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def why_never(self, sequence: Sequence) -> str | None:
+        """Why the device can never hold all of a sequence's KV, with the numbers; None if it can."""
+        needed, size, total = self.blocks_for(sequence.max_computed), self.block_size, self.num_total
+        if needed <= total:
+            return None
+        return (
+            f"prompt ({sequence.num_prompt} tokens) + max_tokens ({sequence.max_tokens}) need {needed} KV blocks of "
+            f"{size} tokens, but the cache has {total} ({total * size} tokens): ask for fewer tokens or serve with a "
+            "larger --device-kv"
+        )
+
     def num_blocks(self, request_id: int) -> int:
         """Blocks that the request has, wherever they are."""
         table = self._tables.get(request_id)

@@ -13,7 +13,7 @@ from fastserve_hpc.core.cost import CostModel, load_of
 from fastserve_hpc.core.flight import Counters, Flight, Flights
 from fastserve_hpc.core.kv_manager import KvManager
 from fastserve_hpc.core.packing import Packing
-from fastserve_hpc.core.plan import BlockCopy, IterationPlan, IterationResult, TokenDelta
+from fastserve_hpc.core.plan import IterationPlan, IterationResult, TokenDelta
 from fastserve_hpc.core.policy.base import Policy
 from fastserve_hpc.core.policy.by_class import ByClass
 from fastserve_hpc.core.request import FinishReason, Request
@@ -55,9 +55,7 @@ class Scheduler:
         self.counters = Counters()
         self._live: dict[int, Sequence] = {}
         self._residents = Residents(policy, kv, max_batch)
-        self._flights = Flights()
-        self._to_forget: list[int] = []
-        self._last_plan_id = self._flights.last_done = last_plan_id
+        self._flights = Flights(num_stages, last_plan_id)
         self._is_short_of_blocks = False
         # The rule needs interactive requests to come first.
         self._slowdown = SlowdownRule(cost) if cost is not None and isinstance(policy, ByClass) else None
@@ -109,9 +107,8 @@ class Scheduler:
         if request.request_id in self._live:
             raise ValueError(f"request {request.request_id} is already here: ids are used once")
         sequence = Sequence(request, now)
-        needed = self.kv.blocks_for(sequence.max_computed)
-        if needed > self.kv.num_total:
-            raise RequestError(self._too_large(sequence, needed), code="context_length_exceeded")
+        if (reason := self.kv.why_never(sequence)) is not None:
+            raise RequestError(reason, code="context_length_exceeded")
         self._live[request.request_id] = sequence
         self.policy.add(sequence, now)
         if self._slowdown is not None:
@@ -136,23 +133,18 @@ class Scheduler:
 
         A plan without slices only tells the workers whom to forget and what to copy; no result of it is awaited.
         """
-        if len(self._flights) >= self.num_stages:
+        if self._flights.is_full:
             return None
         packing = self._pack(now)
         copies = self.kv.take_copies()
-        if not packing.slices and not copies and (self._flights or not self._to_forget):
+        if not packing.slices and not copies and (self._flights or not self._flights.has_news):
             return None
-        plan = self._next_plan(packing, copies)
-        if plan.slices:
-            flight = (plan.slices, tuple(packing.sequences), packing.num_samples, packing.num_prompt_tokens)
-            part = 1.0 if packing.room is None else packing.room.interactive_part
-            self._flights.start(Flight(plan.plan_id, *flight, now, part))
-        return plan
+        self.counters.copy_waits += packing.needs_copies > 0
+        return self._flights.start(packing, copies, now)
 
     def shutdown(self) -> IterationPlan:
         """The last plan: the workers leave their loop."""
-        self._last_plan_id += 1
-        return IterationPlan(self._last_plan_id, finished=self._take_forgotten(), shutdown=True)
+        return self._flights.shutdown()
 
     def update(self, result: IterationResult, now: float) -> list[TokenDelta]:
         """Take the result of the oldest plan in flight: the new tokens, in the order of its slices.
@@ -187,7 +179,7 @@ class Scheduler:
             policy=self.policy,
             kv=self.kv,
             residents=self._residents,
-            plan_id=self._last_plan_id + 1,
+            plan_id=self._flights.last_plan_id + 1,
             last_done=self._flights.last_done,
             max_batch=self.max_batch,
             budget=self.max_batch_tokens,
@@ -210,25 +202,9 @@ class Scheduler:
             active = min(active, len(self._residents.running))
         return max(1, -(-active // self.num_stages))
 
-    def _next_plan(self, packing: Packing, copies: tuple[BlockCopy, ...]) -> IterationPlan:
-        self._last_plan_id += 1
-        self.counters.copy_waits += packing.needs_copies > 0
-        return IterationPlan(
-            self._last_plan_id,
-            slices=tuple(packing.slices),
-            new_requests=tuple(packing.new_requests),
-            finished=self._take_forgotten(),
-            copies=copies,
-            needs_copies=packing.needs_copies,
-        )
-
-    def _take_forgotten(self) -> tuple[int, ...]:
-        forgotten, self._to_forget = tuple(self._to_forget), []
-        return forgotten
-
     def _land(self, result: IterationResult, now: float) -> Flight | None:
         """The plan that the result is for; None for one without slices."""
-        flight = self._flights.land(result, self._last_plan_id)
+        flight = self._flights.land(result)
         if flight is None:
             return None
         self.kv.plan_done(flight.plan_id)
@@ -258,24 +234,15 @@ class Scheduler:
         """Note what a slice has done; why the sequence ended, if it has."""
         reason = None
         if token_id is not None:
-            reason = self._accept(sequence, token_id)
+            reason = sequence.accept(token_id)
+            self.counters.output_tokens += 1
+            if self._slowdown is not None and len(sequence.outputs) == 1:
+                self._slowdown.first_token(sequence)
         if reason is None:
             self.policy.on_progress(sequence, num_tokens, now)
         else:
             self._remove(sequence, is_complete=True)
         return reason
-
-    def _accept(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sequence.outputs.append(token_id)
-        sequence.num_tokens += 1
-        self.counters.output_tokens += 1
-        sequence.awaits_sample = False
-        num_outputs = len(sequence.outputs)
-        if num_outputs == 1 and self._slowdown is not None:
-            self._slowdown.first_token(sequence)
-        if token_id in sequence.stop_token_ids and num_outputs > sequence.min_tokens:
-            return "stop"
-        return "length" if num_outputs >= sequence.max_tokens else None
 
     def _remove(self, sequence: Sequence, is_complete: bool = False) -> None:
         request_id = sequence.request_id
@@ -286,15 +253,7 @@ class Scheduler:
         if self._slowdown is not None:
             self._slowdown.remove(sequence)
         if sequence.num_held:
-            self._to_forget.append(request_id)
-
-    def _too_large(self, sequence: Sequence, needed: int) -> str:
-        size, total = self.kv.block_size, self.kv.num_total
-        return (
-            f"prompt ({sequence.num_prompt} tokens) + max_tokens ({sequence.max_tokens}) need {needed} KV blocks of "
-            f"{size} tokens, but the cache has {total} ({total * size} tokens): ask for fewer tokens or serve with a "
-            "larger --device-kv"
-        )
+            self._flights.forget(request_id)
 
     def check(self, now: float) -> None:
         """Assert the invariants. Costs as much as the queue is long: for tests."""
@@ -311,7 +270,7 @@ class Scheduler:
                 assert sequence.num_blocks in (0, num_blocks)
             else:
                 assert not sequence.num_blocks
-        awaited = self._flights.check(self._last_plan_id, self.num_stages)
+        awaited = self._flights.check()
         assert awaited == sorted(s.request_id for s in self._live.values() if s.awaits_sample)
         ranked = list(self.policy.ranked(now))
         assert sorted(sequence.request_id for sequence in ranked) == sorted(self._live)

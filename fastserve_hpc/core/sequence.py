@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fastserve_hpc.core.block_keys import KeyChain
-from fastserve_hpc.core.request import DEFAULT_SLOWDOWN, Request
+from fastserve_hpc.core.request import DEFAULT_SLOWDOWN, FinishReason, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +59,16 @@ class Sequence:
     def max_computed(self) -> int:
         """Positions whose KV it may need: the last token is never computed."""
         return self.num_prompt + self.max_tokens - 1
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """Take the token that was awaited; why the sequence ends with it, if it does."""
+        self.outputs.append(token_id)
+        self.num_tokens += 1
+        self.awaits_sample = False
+        num_outputs = len(self.outputs)
+        if token_id in self.stop_token_ids and num_outputs > self.min_tokens:
+            return "stop"
+        return "length" if num_outputs >= self.max_tokens else None
 
     def check(self) -> None:
         """Assert the invariants."""
