@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +28,8 @@ from fastserve_hpc.core.engine import EngineStatus
 from fastserve_hpc.core.request import DEFAULT_SLOWDOWN
 from fastserve_hpc.errors import EndpointError, StoppedError
 from fastserve_hpc.slurm.environ import job_end_time
+
+SLOW_DISK_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,8 @@ class _AttachedRun:
                 finally:
                     self._signals.ignore()  # results are about to be written and synced
                 check_unchanged(self._inputs, state)
-                output.sync()
+                with said_if_slow(progress.say):
+                    output.sync()
                 if files.sorts and stopped is None:
                     self._signals.interrupt()
                     sort_files(files.place)
@@ -144,6 +149,18 @@ class _AttachedRun:
             if pacer is not None:
                 pacer.tick(counts)
                 await server.steer(pacer.slowdown)
+
+
+@contextmanager
+def said_if_slow(say: Callable[[str], None]) -> Iterator[None]:
+    """While results go to the disk: on one that others keep busy it may take minutes, and would look like a hang."""
+    notice = threading.Timer(SLOW_DISK_S, say, ["waiting for the disk to take the last results"])
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 async def _why_stopped(runner: BatchRunner, items: Iterable[BatchItem | LineError]) -> str | None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from batch_files import GENERATION, MANIFEST, SURVEY, indexes, item, open_output, records
 
-from fastserve_hpc.batch import journal, lock
+from fastserve_hpc.batch import attached, journal, lock
 from fastserve_hpc.batch.manifest import engine_settings, fingerprint
 from fastserve_hpc.batch.output import Mode, Output, Place, sort_files
 from fastserve_hpc.batch.reader import LineError
@@ -248,3 +248,12 @@ def test_a_fingerprint_tells_models_apart(tmp_path: Path) -> None:
     (model / "weights").write_bytes(bytes(3 * 2**20 - 1) + b"1")
     assert fingerprint(model) != first
     assert json.dumps(engine_settings(None, {"dtype": "auto"})) == '{"dtype": "auto"}'
+
+
+@pytest.mark.parametrize(("takes_s", "num_said"), [(0.0, 0), (0.3, 1)])
+def test_a_slow_disk_is_said(takes_s: float, num_said: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "SLOW_DISK_S", 0.05)
+    said: list[str] = []
+    with attached.said_if_slow(said.append):
+        time.sleep(takes_s)
+    assert said == ["waiting for the disk to take the last results"] * num_said
