@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastserve_hpc.models.weights import Part, WeightReader
+from fastserve_hpc.models.weights import Part, StoredRows, WeightReader
 from fastserve_hpc.ops import Activation, Norm, Ops
 from fastserve_hpc.parallel.comm import TensorComm
 
@@ -70,7 +70,7 @@ class ColumnParallelLinear:
         activation: Activation = "none",
     ):
         self._ops = shard.ops
-        weight = reader.read(*(Part.of(f"{o.name}.weight", (o.total, num_inputs), o.rows) for o in outputs))
+        weight = reader.rows(*(Part.of(f"{o.name}.weight", (o.total, num_inputs), o.rows) for o in outputs))
         biases = reader.read(*(Part.of(f"{o.name}.bias", (o.total,), o.rows) for o in outputs)) if bias else None
         self.weight = shard.ops.pack_linear(weight, biases, activation)
 
@@ -97,7 +97,7 @@ class RowParallelLinear:
     ):
         self._shard = shard
         self.out_norm = out_norm
-        weight = reader.read(Part.of(f"{name}.weight", shape, columns=inputs))
+        weight = reader.rows(Part.of(f"{name}.weight", shape, columns=inputs))
         added = reader.read(Part.of(f"{name}.bias", shape[:1])) if bias else None
         self.weight = shard.ops.pack_linear(weight, added if shard.rank == 0 else None)
 
@@ -113,7 +113,7 @@ class RowParallelLinear:
 class VocabEmbedding:
     """Token ids [T] -> [T, width]: each rank looks up the ids of its part of the vocabulary, the sum has all.
 
-    `weight`: this rank's rows of the matrix, as `read_vocabulary` or, where the head has the same, `pack_linear` gives.
+    `weight`: this rank's rows of the matrix, as `vocabulary_rows` or, where the head has the same, `pack_linear` gives.
     `scale` multiplies them.
     """
 
@@ -177,10 +177,10 @@ class VocabHead:
         return maxima, torch.where(places < 0, places, places + self._part.start)
 
 
-def read_vocabulary(reader: WeightReader, shard: Shard, name: str, shape: tuple[int, int]) -> Tensor:
+def vocabulary_rows(reader: WeightReader, shard: Shard, name: str, shape: tuple[int, int]) -> StoredRows:
     """This rank's rows of a matrix [vocab, width], filled up with zeros to the same number on every rank."""
     part, length = shard.padded_part(shape[0])
-    return reader.read(Part.of(f"{name}.weight", shape, part), num_rows=length)
+    return reader.rows(Part.of(f"{name}.weight", shape, part), num_rows=length)
 
 
 def read_norm(reader: WeightReader, name: str, size: int, eps: float, bias: bool = False) -> Norm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -11,14 +11,14 @@ import torch
 from fastserve_hpc.models.decoder import DecoderLayer, Entrance, Head, LayerSource, Model
 from fastserve_hpc.models.families import FAMILIES, HEAD
 from fastserve_hpc.models.gguf import read_header
-from fastserve_hpc.models.layers import Shard, VocabEmbedding, VocabHead, read_norm, read_vocabulary
+from fastserve_hpc.models.layers import Shard, VocabEmbedding, VocabHead, read_norm, vocabulary_rows
 from fastserve_hpc.models.locate import ModelFiles
 from fastserve_hpc.models.reading import Reading
 from fastserve_hpc.models.rope import Ropes
 from fastserve_hpc.models.source_directory import open_directory
 from fastserve_hpc.models.source_gguf import GGUFSource
 from fastserve_hpc.models.spec import ModelSpec
-from fastserve_hpc.models.weights import Part, WeightReader, WeightSource
+from fastserve_hpc.models.weights import Part, StoredRows, WeightReader, WeightSource
 from fastserve_hpc.ops import Ops, reference
 from fastserve_hpc.parallel.comm import TensorComm
 from fastserve_hpc.parallel.topology import Topology
@@ -62,9 +62,10 @@ def load_model(
     ropes = Ropes.make(spec, min(max_len or spec.max_position, spec.max_position), factors, device)
     sources = [LayerSource(reader, shard, spec, ropes, index) for index in indices]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        ends = pool.submit(_load_ends, reader, shard, spec, topology)
+        first, last = _start_ends(pool, reader, shard, spec, topology)
         layers = _load_each(pool, DecoderLayer, sources, topology, reading)
-        entrance, head = ends.result()
+        entrance = None if first is None else _load_entrance(reader, shard, spec, first.result())
+        head = None if last is None else _load_head(reader, shard, spec, last.result())
     reader.refuse_unread(family.tensors.layer(index) for index in indices)
     return Model(spec, dtype, shard, layers, entrance, head)
 
@@ -97,35 +98,24 @@ def open_source(files: ModelFiles, spec: ModelSpec) -> WeightSource:
     return GGUFSource(read_header(files.path), spec)
 
 
-def _load_ends(
-    reader: WeightReader, shard: Shard, spec: ModelSpec, topology: Topology
-) -> tuple[Entrance | None, Head | None]:
-    """What the first stage has before the layers and the last one behind them. Tied ends share their weight.
-
-    Every other rank of a stage with both begins with the head, so that each reads another part of the files.
-    """
-    shape = (spec.vocab_size, spec.vocab_width)
+def _start_ends(
+    pool: ThreadPoolExecutor, reader: WeightReader, shard: Shard, spec: ModelSpec, topology: Topology
+) -> tuple[Future[Any] | None, Future[Any] | None]:
+    """Begins to load the matrices of the vocabulary, the first stage's and the last's. Tied, they are one."""
     embedding = FAMILIES[spec.architecture].tensors.embedding
-    tied = topology.is_first_stage and topology.is_last_stage and spec.tie_embeddings
 
-    def table() -> Any:
-        return read_vocabulary(reader, shard, embedding, shape) if topology.is_first_stage else None
+    def rows(name: str) -> StoredRows:
+        return vocabulary_rows(reader, shard, name, (spec.vocab_size, spec.vocab_width))
 
-    def packed() -> Any:
-        name = embedding if spec.tie_embeddings else HEAD
-        read = topology.is_last_stage and not tied
-        return shard.ops.pack_linear(read_vocabulary(reader, shard, name, shape)) if read else None
+    def pack() -> Any:
+        return shard.ops.pack_linear(rows(embedding if spec.tie_embeddings else HEAD))
 
-    if tied:
-        first = last = shard.ops.pack_linear(table())
-    elif topology.tp_rank % 2:
-        last, first = packed(), table()
-    else:
-        first, last = table(), packed()
-    return (
-        None if first is None else _load_entrance(reader, shard, spec, first),
-        None if last is None else _load_head(reader, shard, spec, last),
-    )
+    last = pool.submit(pack) if topology.is_last_stage else None
+    if not topology.is_first_stage:
+        return None, last
+    if last is not None and spec.tie_embeddings:
+        return last, last
+    return pool.submit(lambda: rows(embedding).whole()), last
 
 
 def _load_entrance(reader: WeightReader, shard: Shard, spec: ModelSpec, table: Any) -> Entrance:
@@ -155,4 +145,4 @@ def _projection(reader: WeightReader, shard: Shard, spec: ModelSpec, name: str, 
     """Between the sizes of the embedding and of the layers, whole on every rank; None where there is one size."""
     if spec.embedding_size is None:
         return None
-    return shard.ops.pack_linear(reader.read(Part.of(f"{name}.weight", shape)))
+    return shard.ops.pack_linear(reader.rows(Part.of(f"{name}.weight", shape)))

@@ -1,27 +1,34 @@
-"""Weights from a parallel file system: each byte read once a node, in one sweep, and the rest is memory.
+"""Weights from a parallel file system: each byte read once a node, in sweeps, and the rest is memory.
 
-Ranks map the files; what they touch there comes from the page cache, which the ranks of a node share. Before a rank
-touches a tensor, the first rank of its node that wants it reads all of it with large reads in the order of the file,
-while the others wait: page faults would fetch it in small pieces in no order, and each rank its own.
+Whole rows of plain numbers are read to where they are wanted; ranks that want the same find them in the page cache,
+which those of a node share. What is encoded, or wanted by columns, is touched in the mapped files. Before a rank does,
+the first rank of its node that wants a part reads it with large reads in the order of the file, while the others wait:
+page faults would fetch it in small pieces in no order, and each rank its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastserve_hpc.errors import ModelError
-from fastserve_hpc.models.weights import Extent, WeightSource
+from fastserve_hpc.models.weights import Extent, RankSource, WeightSource
 
 READ_BYTES = 8 * 2**20
+_MAX_BLOCKS = 2**20
+"""Of so many bytes in a tensor."""
 _SAY_EVERY_S = 5.0
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -44,7 +51,7 @@ class Progress(NamedTuple):
 class Reading:
     """What one rank has to do with the reading of its node.
 
-    `board`: a file that the node's ranks share, for locks and for a byte a tensor that says that it has been read;
+    `board`: a file that the node's ranks share, for locks and for bytes that say what has been read;
     None where there is one rank. `say` gets a line of progress every few seconds. Used by several threads.
     """
 
@@ -53,13 +60,13 @@ class Reading:
         self._say = say
         self._began = self._said = time.monotonic()
         self._turns: dict[int, threading.Lock] = {}
-        self._buffers = threading.local()
+        self._own = threading.local()
         self._counting = threading.Lock()
         self._num_bytes = self._num_done = 0
         self._num_units = 1
         self._got: set[int] = set()
 
-    def of(self, source: WeightSource) -> WeightSource:
+    def of(self, source: WeightSource) -> RankSource:
         """The source, which now reads through this."""
         return _SourceReadOnce(source, self)
 
@@ -82,7 +89,7 @@ class Reading:
         return Progress(self._num_bytes, time.monotonic() - self._began, self._num_done / self._num_units)
 
     def fetch(self, number: int, extent: Extent) -> None:
-        """Return once the tensor with this number, the same on all ranks of the node, is in memory."""
+        """Return once the extent with this number, the same on all ranks of the node, is in memory."""
         if number in self._got:
             return
         with self._turns.setdefault(number, threading.Lock()):
@@ -103,12 +110,55 @@ class Reading:
                 os.pwrite(board, b"\1", number)
 
     def _read(self, extent: Extent) -> None:
-        if not hasattr(self._buffers, "own"):
-            self._buffers.own = memoryview(bytearray(READ_BYTES))
-        try:
-            read_through(extent, self._buffers.own)
-        except OSError as error:
-            raise ModelError(f"{extent.path}: {error.strerror}: is its file system well?") from error
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = memoryview(bytearray(READ_BYTES))
+        with _failures_named(extent.path):
+            read_through(extent, self._own.buffer)
+
+    def read_to(self, out: Tensor, path: Path, start: int) -> None:
+        """Fill a contiguous tensor on the CPU with the bytes of a file from `start` on."""
+        target = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
+        with _failures_named(path):
+            self._file(path).read_to(target, start)
+        with self._counting:
+            self._num_bytes += len(target)
+
+    def _file(self, path: Path) -> _OpenFile:
+        """This thread's: the system reads ahead of each descriptor by itself."""
+        file: _OpenFile | None = getattr(self._own, "file", None)
+        if file is None or file.path != path:
+            file = self._own.file = _OpenFile(path)
+        return file
+
+
+class _OpenFile:
+    """Closed when nobody has it any more. Raises `OSError`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+
+    def read_to(self, target: memoryview, start: int) -> None:
+        """Raises `ModelError` where the file ends before."""
+        num_read = 0
+        while num_read < len(target):
+            count = os.preadv(self._file, [target[num_read:]], start + num_read)
+            if count == 0:
+                raise _too_short(self.path)
+            num_read += count
+
+
+@contextmanager
+def _failures_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}: is its file system well?") from error
+
+
+def _too_short(path: Path) -> ModelError:
+    return ModelError(f"{path} has become shorter than its header says: copy it again")
 
 
 @contextmanager
@@ -131,7 +181,7 @@ def read_through(extent: Extent, buffer: memoryview) -> None:
         while position < end:
             count = os.preadv(file, [buffer[: end - position]], position)
             if count == 0:
-                raise ModelError(f"{extent.path} has become shorter than its header says: copy it again")
+                raise _too_short(extent.path)
             position += count
     finally:
         os.close(file)
@@ -160,5 +210,27 @@ class _SourceReadOnce:
 
     def read(self, name: str, rows: range, columns: range) -> Tensor:
         if (extent := self._source.extent(name)) is not None:
-            self._reading.fetch(self._numbers[name], extent)
+            self._fetch(name, extent, rows)
         return self._source.read(name, rows, columns)
+
+    def _fetch(self, name: str, extent: Extent, rows: range) -> None:
+        """The rows' bytes, in blocks that are the same for all ranks; of an encoded tensor all."""
+        first = self._numbers[name] * _MAX_BLOCKS
+        if extent.dtype is None:
+            self._reading.fetch(first, extent)
+            return
+        row_bytes = extent.num_bytes // self._source.shape(name)[0]
+        for block in range(rows.start * row_bytes // READ_BYTES, -(-rows.stop * row_bytes // READ_BYTES)):
+            start = block * READ_BYTES
+            num_bytes = min(READ_BYTES, extent.num_bytes - start)
+            self._reading.fetch(first + block, Extent(extent.path, extent.start + start, num_bytes))
+
+    def take(self, name: str, rows: range, columns: range, out: Tensor) -> Tensor:
+        """See `RankSource`."""
+        extent, shape = self._source.extent(name), self._source.shape(name)
+        if extent is None or extent.dtype is None or len(columns) < shape[-1]:
+            part = self.read(name, rows, columns)
+            return part if part.dtype == out.dtype else out.copy_(part)
+        stored = out if out.dtype == extent.dtype else torch.empty(out.shape, dtype=extent.dtype)
+        self._reading.read_to(stored, extent.path, extent.start + rows.start * (extent.num_bytes // shape[0]))
+        return stored if stored is out else out.copy_(stored)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from fastserve_hpc.models.weights import Extent
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class SafetensorsSource:
@@ -44,7 +45,10 @@ class SafetensorsSource:
         return self._shards.place(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        stored = self._slice(name)
+        if (dtype := stored.get_dtype()) not in _DTYPES:
+            raise ModelError(f"{self.place(name)} is stored as {dtype}; only {', '.join(_DTYPES)} are supported")
+        return tuple(stored.get_shape())
 
     def extent(self, name: str) -> Extent:
         shard = self._shards.file(name)
@@ -54,8 +58,6 @@ class SafetensorsSource:
 
     def read(self, name: str, rows: range, columns: range) -> Tensor:
         stored = self._slice(name)
-        if (dtype := stored.get_dtype()) not in _DTYPES:
-            raise ModelError(f"{self.place(name)} is stored as {dtype}; only {', '.join(_DTYPES)} are supported")
         whole = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         part: Tensor = stored[whole[: len(stored.get_shape())]]
         return part
@@ -87,8 +89,13 @@ def _extents(path: Path) -> Mapping[str, Extent]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: Extent(path, 8 + length + first, end - first) for name, (first, end) in spans.items()}
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {name: _extent(path, 8 + length, **entry) for name, entry in entries.items()}
+
+
+def _extent(path: Path, begin: int, data_offsets: tuple[int, int], dtype: str, **_: Any) -> Extent:
+    first, end = data_offsets
+    return Extent(path, begin + first, end - first, _DTYPES.get(dtype))
 
 
 def _other_weights(directory: Path) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import math
+import mmap
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -15,8 +18,12 @@ from fastserve_hpc.errors import ModelError
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rope frequencies, [head_dim / 2]; GGUF files carry llama3 scaling in this form."""
 
-_CHUNK_ELEMENTS = 2**18
-"""Numbers read at once: enough to be quick, few enough that a dequantised chunk stays in a core's cache."""
+_HUGE_PAGE = 2 << 20
+_PIECE_ELEMENTS = 2**18
+_ROWS_STEP = 32
+"""Numbers read at once: enough to be quick, few enough that they are still in a core's cache when they are copied on.
+Rows: what kernels like to get together.
+"""
 
 
 class Extent(NamedTuple):
@@ -25,6 +32,8 @@ class Extent(NamedTuple):
     path: Path
     start: int
     num_bytes: int
+    dtype: torch.dtype | None = None
+    """Of its numbers, one after the other; None: they are encoded."""
 
 
 class WeightSource(Protocol):
@@ -46,6 +55,15 @@ class WeightSource(Protocol):
 
     def read(self, name: str, rows: range, columns: range) -> Tensor:
         """Part of a tensor [rows, columns] or [rows] on the CPU, of any float type. Not to be written to."""
+
+
+class RankSource(WeightSource, Protocol):
+    """Weights as a rank takes them."""
+
+    def take(self, name: str, rows: range, columns: range, out: Tensor) -> Tensor:
+        """Part of a tensor, in the dtype of `out`, which has its shape and is on the CPU: there, or in the file's
+        mapping, not to be written to.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +92,13 @@ class WeightReader:
     `norm_offset`: what the source's weights of norms lack.
     """
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, norm_offset: float = 0.0):
+    def __init__(self, source: RankSource, dtype: torch.dtype, device: torch.device, norm_offset: float = 0.0):
         self.dtype = dtype
         self.device = device
         self.norm_offset = norm_offset
         self._source = source
         self._used: set[str] = set()
+        self._buffers = threading.local()
 
     def read(self, *parts: Part, num_rows: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The parts below each other, in `dtype` or else the model's; `num_rows` adds rows of zeros up to that number.
@@ -91,13 +110,25 @@ class WeightReader:
         filled = sum(len(part.rows) for part in parts)
         width = [len(parts[0].columns)] if len(parts[0].shape) == 2 else []
         size = [filled if num_rows is None else num_rows, *width]
-        out = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+        out = empty(size, dtype or self.dtype, self.device)
         out[filled:].zero_()
-        row = 0
-        for part in parts:
-            self._fill(out[row : row + len(part.rows)], part)
-            row += len(part.rows)
+        for row, part, rows in _cut(parts):
+            target = out[row : row + len(rows)]
+            taken = self._take(part, rows, target if target.is_cpu else self._buffer(part, rows, target.dtype))
+            if taken.data_ptr() != target.data_ptr():
+                target.copy_(taken)
         return out
+
+    def rows(self, *parts: Part, num_rows: int | None = None) -> StoredRows:
+        """What `read` gives, to be read later. Raises what it raises."""
+        for part in parts:
+            self._check(part)
+        return StoredRows(self, parts, num_rows)
+
+    def pieces(self, parts: Sequence[Part]) -> Iterator[tuple[int, Tensor]]:
+        """First row and rows on the CPU in the model's dtype, until the same thread asks for the next."""
+        for row, part, rows in _cut(parts):
+            yield row, self._take(part, rows, self._buffer(part, rows, self.dtype))
 
     def rope_factors(self, head_dim: int) -> Tensor | None:
         """Divisors of the rotation frequencies, where the files have them; float32 on the CPU."""
@@ -105,7 +136,7 @@ class WeightReader:
             return None
         part = Part.of(ROPE_FACTORS, (head_dim // 2,))
         self._check(part)
-        return self._source.read(part.name, part.rows, part.columns).float()
+        return self.read(part, dtype=torch.float32).cpu()
 
     def refuse_unread(self, prefixes: Iterable[str]) -> None:
         """Raise `ModelError` if a tensor under one of the prefixes was not read.
@@ -127,8 +158,61 @@ class WeightReader:
             )
         self._used.add(part.name)
 
-    def _fill(self, out: Tensor, part: Part) -> None:
-        step = max(1, _CHUNK_ELEMENTS // len(part.columns)) if len(part.shape) == 2 else len(part.rows)
-        for start in range(0, len(part.rows), step):
-            rows = part.rows[start : start + step]
-            out[start : start + step].copy_(self._source.read(part.name, rows, part.columns))
+    def _take(self, part: Part, rows: range, out: Tensor) -> Tensor:
+        return self._source.take(part.name, rows, part.columns, out)
+
+    def _buffer(self, part: Part, rows: range, dtype: torch.dtype) -> Tensor:
+        """This thread's, of the shape of the part's rows."""
+        size = [len(rows), *([len(part.columns)] if len(part.shape) == 2 else [])]
+        num_bytes = math.prod(size) * dtype.itemsize
+        if not hasattr(self._buffers, "own") or len(self._buffers.own) < num_bytes:
+            self._buffers.own = torch.empty(num_bytes, dtype=torch.uint8)
+        own: Tensor = self._buffers.own
+        return own[:num_bytes].view(dtype).view(size)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Parts of tensors below each other, still in their files: `ops.WeightRows`."""
+
+    reader: WeightReader
+    parts: Sequence[Part]
+    num_rows: int | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        filled = sum(len(part.rows) for part in self.parts)
+        return filled if self.num_rows is None else self.num_rows, len(self.parts[0].columns)
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        return self.reader.pieces(self.parts)
+
+    def whole(self) -> Tensor:
+        return self.reader.read(*self.parts, num_rows=self.num_rows)
+
+
+def _cut(parts: Sequence[Part]) -> Iterator[tuple[int, Part, range]]:
+    """The parts, stacked, in pieces: first row in the stack, part, rows of the stored tensor.
+
+    Ranks that want other columns of the same rows begin at different ones, so that each reads other parts of the files.
+    """
+    before = 0
+    for part in parts:
+        step = len(part.rows) or 1
+        if len(part.shape) == 2:
+            step = max(1, _PIECE_ELEMENTS // len(part.columns) // _ROWS_STEP) * _ROWS_STEP
+        starts = range(0, len(part.rows), step)
+        first = len(starts) * part.columns.start // part.shape[-1]
+        for start in (*starts[first:], *starts[:first]):
+            yield before + start, part, part.rows[start : start + step]
+        before += len(part.rows)
+
+
+def empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, where it is large, in 2 MB pages: they are there sooner than 512 times as many of 4 KB."""
+    num_bytes = math.prod(size) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < 2 * _HUGE_PAGE:
+        return torch.empty(size, dtype=dtype, device=device)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype).view(*size)

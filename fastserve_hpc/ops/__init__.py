@@ -12,6 +12,7 @@ from fastserve_hpc.ops.interface import (
     Norm,
     Ops,
     Rope,
+    WeightRows,
 )
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Norm",
     "Ops",
     "Rope",
+    "WeightRows",
     "find_kernels",
     "for_device",
 ]

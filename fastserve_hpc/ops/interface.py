@@ -6,7 +6,7 @@ The torch one, `ops.reference`, says exactly what each computes and is the oracl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -48,6 +48,19 @@ class LayerShape:
     scale: float
     softcap: float = 0.0
     activation: Activation = "silu_mul"
+
+
+class WeightRows(Protocol):
+    """A weight [out, in] that is still in its files."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """First row and rows [m, in], which may be gone when the next ones are asked for. Rows that none has are 0."""
+
+    def whole(self) -> Tensor:
+        """All of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +129,9 @@ class Ops(Protocol):
     written or not.
     """
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> Any:
+    def pack_linear(
+        self, weight: Tensor | WeightRows, bias: Tensor | None = None, activation: Activation = "none"
+    ) -> Any:
         """The form of a weight [out, in] and bias [out] that `linear` wants; may hold the tensors themselves."""
 
     def linear(

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from fastserve_hpc.ops import reference
-from fastserve_hpc.ops.interface import Activation, AttentionBatch, LayerShape, LayerStack, LayerWeights, Norm, Rope
+from fastserve_hpc.ops.interface import (
+    Activation,
+    AttentionBatch,
+    LayerShape,
+    LayerStack,
+    LayerWeights,
+    Norm,
+    Rope,
+    WeightRows,
+)
 
 if TYPE_CHECKING:
     from fastserve_kernels.decoder import DecoderStack
@@ -58,12 +67,29 @@ class KernelOps:
             "relu": Code.RELU,
         }
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> Linear:
-        if activation not in _GATED:
-            return Linear(self.kernels.pack_linear(weight, bias), activation)
-        gate, up = weight.chunk(2)
-        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-        return Linear(self.kernels.pack_linear(gate, gate_bias, up=up, up_bias=up_bias), activation)
+    def pack_linear(
+        self, weight: Tensor | WeightRows, bias: Tensor | None = None, activation: Activation = "none"
+    ) -> Linear:
+        from fastserve_kernels.packing import packed_bias
+
+        num_rows, num_inputs = weight.shape
+        is_gated = activation in _GATED
+        halves = bias.chunk(2) if bias is not None and is_gated else (bias, None)
+        packed_biases = packed_bias(halves[0], halves[1], is_gated)
+        num_outputs = num_rows // 2 if is_gated else num_rows
+        packed = self.kernels.new_linear(num_outputs, num_inputs, packed_biases, is_gated=is_gated)
+        for first, rows in [(0, weight)] if isinstance(weight, Tensor) else weight.pieces():
+            self._pack_rows(packed, first, rows)
+        return Linear(packed, activation)
+
+    def _pack_rows(self, packed: PackedLinear, first: int, rows: Tensor) -> None:
+        """Rows of a weight that, where it is gated, has all of the gate's before those of up."""
+        count = packed.num_outputs
+        num_before = min(max(count - first, 0), len(rows))
+        if num_before:
+            self.kernels.pack_rows(packed, first, rows[:num_before])
+        if num_before < len(rows):
+            self.kernels.pack_rows(packed, first + num_before - count, rows[num_before:], is_up=True)
 
     def linear(
         self,

@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastserve_hpc.ops.interface import Activation, LayerShape, LayerStack, LayerWeights, Norm, Rope
+from fastserve_hpc.ops.interface import (
+    Activation,
+    LayerShape,
+    LayerStack,
+    LayerWeights,
+    Norm,
+    Rope,
+    WeightRows,
+)
 from fastserve_hpc.ops.reference_attention import AttentionPlan, paged_attention, plan_attention, store_kv
 
 __all__ = [
@@ -41,8 +49,10 @@ class PackedLinear:
     activation: Activation
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> PackedLinear:
-    return PackedLinear(weight, bias, activation)
+def pack_linear(
+    weight: Tensor | WeightRows, bias: Tensor | None = None, activation: Activation = "none"
+) -> PackedLinear:
+    return PackedLinear(weight if isinstance(weight, Tensor) else weight.whole(), bias, activation)
 
 
 def linear(

@@ -22,8 +22,8 @@ class Activation(IntEnum):
 
 class PackArgs(ctypes.Structure):
     _fields_ = [
-        *((name, POINTER) for name in ("weight", "up", "packed")),
-        *((name, INT64) for name in ("ld_weight", "ld_up", "n", "k")),
+        *((name, POINTER) for name in ("rows", "packed")),
+        *((name, INT64) for name in ("ld_rows", "first", "num_rows", "k", "per_panel", "lane")),
     ]
 
 

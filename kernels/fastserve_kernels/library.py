@@ -81,7 +81,7 @@ def _open(path: Path) -> ctypes.CDLL:
     handle.fs_pool_destroy.restype = None
     handle.fs_pool_destroy.argtypes = [ctypes.c_void_p]
     handle.fs_pack.restype = None
-    handle.fs_pack.argtypes = [ctypes.c_void_p, ctypes.POINTER(PackArgs)]
+    handle.fs_pack.argtypes = [ctypes.POINTER(PackArgs)]
     return handle
 
 

@@ -29,23 +29,40 @@ class LinearKernels(KernelBase):
 
         Several threads may pack at the same time.
         """
-        for part in (weight, up):
-            check(part is None or (part.dtype == torch.bfloat16 and part.stride(-1) == 1), "weights must be bf16 rows")
         check(up is None or up.shape == weight.shape, "gate and up must have one shape")
         n, k = weight.shape
-        per_panel = PANEL if up is None else PANEL // 2
+        packed = self.new_linear(n, k, packed_bias(bias, up_bias, up is not None), is_gated=up is not None)
+        self.pack_rows(packed, 0, weight)
+        if up is not None:
+            self.pack_rows(packed, 0, up, is_up=True)
+        return packed
+
+    def new_linear(self, n: int, k: int, bias: Tensor | None, *, is_gated: bool) -> PackedLinear:
+        """A weight [n, k] of zeros for `pack_rows`; `bias` as from `packed_bias`."""
+        per_panel = PANEL // 2 if is_gated else PANEL
         data = self._arena.take(round_up(n, per_panel) // per_panel * PANEL * round_up(k, PANEL))
+        return PackedLinear(data, bias, n, k, is_gated)
+
+    def pack_rows(self, packed: PackedLinear, first: int, rows: Tensor, *, is_up: bool = False) -> None:
+        """Copies bf16 `rows` [m, k] to the outputs first..first+m-1: those of a gated weight's gate, or of its up.
+
+        Quickest where `first` and m are multiples of 16. Several threads may do it at the same time.
+        """
+        check(rows.dtype == torch.bfloat16 and rows.stride(-1) == 1, "weights must be bf16 rows")
+        check(rows.shape[1] == packed.num_inputs, "rows must be [m, num_inputs]")
+        check(0 <= first <= first + len(rows) <= packed.num_outputs, "there are not so many outputs")
+        check(packed.gated or not is_up, "only a gated weight has a second half")
         args = PackArgs(
-            weight=weight.data_ptr(),
-            up=pointer(up),
-            packed=data.data_ptr(),
-            ld_weight=weight.stride(0),
-            ld_up=0 if up is None else up.stride(0),
-            n=n,
-            k=k,
+            rows=rows.data_ptr(),
+            packed=packed.data.data_ptr(),
+            ld_rows=rows.stride(0),
+            first=first,
+            num_rows=len(rows),
+            k=packed.num_inputs,
+            per_panel=PANEL // 2 if packed.gated else PANEL,
+            lane=PANEL // 2 if is_up else 0,
         )
-        self._library.handle.fs_pack(self._pool, ctypes.byref(args))
-        return PackedLinear(data, packed_bias(bias, up_bias, up is not None), n, k, up is not None)
+        self._library.handle.fs_pack(ctypes.byref(args))
 
     def linear(
         self,

@@ -44,7 +44,7 @@ class WeightArena:
         self._used = 0
 
     def take(self, num_elements: int) -> Tensor:
-        """An uninitialised bf16 vector, aligned to 64 bytes."""
+        """A bf16 vector of zeros, aligned to 64 bytes."""
         nbytes = round_up(num_elements * 2, 64)
         with self._lock:
             if self._chunk is None or self._used + nbytes > self._chunk.numel():

@@ -29,6 +29,32 @@ def test_packing_is_the_documented_layout(kernels: Kernels, n: int, k: int) -> N
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("step", [1, 16, 23, 64])
+def test_packing_in_pieces_in_any_order_is_the_same(kernels: Kernels, n: int, k: int, step: int) -> None:
+    weight, up, wide = bf16(n, k), bf16(n, k, seed=1), bf16(n, k + 5, seed=2)
+    plain = kernels.new_linear(n, k, None, is_gated=False)
+    gated = kernels.new_linear(n, k, None, is_gated=True)
+    strided = kernels.new_linear(n, k, None, is_gated=False)
+    for first in reversed(range(0, n, step)):
+        kernels.pack_rows(plain, first, weight[first : first + step])
+        kernels.pack_rows(gated, first, up[first : first + step], is_up=True)
+        kernels.pack_rows(gated, first, weight[first : first + step])
+        kernels.pack_rows(strided, first, wide[first : first + step, 3 : 3 + k])
+    assert torch.equal(plain.data, reference.pack(weight))
+    assert torch.equal(gated.data, reference.pack(weight, up))
+    assert torch.equal(strided.data, reference.pack(wide[:, 3 : 3 + k]))
+
+
+def test_pieces_that_do_not_fit_are_refused(kernels: Kernels) -> None:
+    packed = kernels.new_linear(32, 64, None, is_gated=False)
+    for first, rows, is_up in [(1, bf16(32, 64), False), (-1, bf16(1, 64), False), (0, bf16(1, 64), True)]:
+        with pytest.raises(ValueError, match=r"so many outputs|second half"):
+            kernels.pack_rows(packed, first, rows, is_up=is_up)
+    with pytest.raises(ValueError, match="num_inputs"):
+        kernels.pack_rows(packed, 0, bf16(1, 63))
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 19, 99])
 def test_equals_the_reference(kernels: Kernels, n: int, k: int, rows: int) -> None:
     x, weight, bias = bf16(rows, k), bf16(n, k, seed=1), torch.randn(n)

@@ -11,11 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from fastserve_hpc.errors import ModelError
 from fastserve_hpc.models import reading as module
+from fastserve_hpc.models import weights
 from fastserve_hpc.models.reading import Progress, Reading, read_through
-from fastserve_hpc.models.weights import Extent
+from fastserve_hpc.models.source_safetensors import SINGLE, SafetensorsSource
+from fastserve_hpc.models.weights import Extent, Part, WeightReader
 
 
 @pytest.fixture
@@ -92,3 +96,43 @@ def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0].startswith("loading: 25 % of the layers, 0.0 GB at ")
     text = str(Progress(30_000_000_000, 20.0, 0.25))
     assert text == "25 % of the layers, 30.0 GB at 1.50 GB/s, 60 s left"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_pieces_and_the_whole_are_what_the_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wanted: torch.dtype
+) -> None:
+    """Whole rows and columns of some, in pieces and blocks smaller than the matrices."""
+    monkeypatch.setattr(module, "READ_BYTES", 1000)
+    monkeypatch.setattr(weights, "_PIECE_ELEMENTS", 64 * 40)
+    stored = {name: torch.randn(150, 40).to(dtype) for name in ("a", "b")}
+    save_file(stored, tmp_path / SINGLE)
+    reading = Reading()
+    reader = WeightReader(reading.of(SafetensorsSource(tmp_path)), wanted, torch.device("cpu"))
+    for columns in (range(40), range(20), range(20, 40)):
+        parts = [Part.of("a", (150, 40), range(7, 150), columns), Part.of("b", (150, 40), range(99), columns)]
+        rows = reader.rows(*parts, num_rows=250)
+        expected = torch.cat([stored["a"][7:], stored["b"][:99], torch.zeros(8, 40, dtype=dtype)]).to(wanted)
+        joined = torch.zeros(250, len(columns), dtype=wanted)
+        for first, piece in rows.pieces():
+            joined[first : first + len(piece)] = piece
+        assert rows.shape == joined.shape
+        assert torch.equal(joined, expected[:, columns.start : columns.stop])
+        assert torch.equal(rows.whole(), joined)
+
+
+def test_rows_of_a_file_that_has_become_shorter(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(100))
+    with pytest.raises(ModelError, match="f has become shorter"):
+        Reading().read_to(torch.empty(20), tmp_path / "f", 21)
+    with pytest.raises(ModelError, match="gone: No such file or directory"):
+        Reading().read_to(torch.empty(20), tmp_path / "gone", 0)
+
+
+def test_large_tensors_are_mapped_and_can_be_written() -> None:
+    large = weights.empty([3 * 2**20, 2], torch.bfloat16, torch.device("cpu"))
+    assert large.shape == (3 * 2**20, 2)
+    assert not large.any()
+    large[-1] = 1
+    assert large.sum() == 2

@@ -19,11 +19,12 @@ static constexpr int64_t round_up(int64_t value, int64_t step) { return (value +
 
 enum Activation : int32_t { kNone = 0, kRelu = 1, kSiluMul = 2, kGeluTanhMul = 3 };
 
+// Output `first + i` of a weight goes to panel (first + i) / per_panel, lane `lane` + (first + i) % per_panel. A plain
+// weight has 32 a panel; of a gated one's halves each has 16, the gate from lane 0 on and `up` from lane 16.
 struct PackArgs {
-  const bf16* weight;  // [n, k], or the gate's half when `up` is given
-  const bf16* up;      // [n, k] or null: panels then hold 16 outputs of `weight` and the same 16 of `up`
-  bf16* packed;
-  int64_t ld_weight, ld_up, n, k;
+  const bf16* rows;  // [num_rows, k], ld_rows apart
+  bf16* packed;      // of the whole weight; what no output fills must be zero
+  int64_t ld_rows, first, num_rows, k, per_panel, lane;
 };
 
 struct LinearArgs {

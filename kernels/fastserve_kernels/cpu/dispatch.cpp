@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "abi.h"
+#include "pack.h"
 
 using namespace fastserve;
 
@@ -67,25 +68,7 @@ const char* fs_source_hash() { return FS_SOURCE_HASH; }
 Pool* fs_pool_create(int num_threads) { return pool_create(num_threads); }
 void fs_pool_destroy(Pool* pool) { pool_destroy(pool); }
 
-void fs_pack(Pool* pool, const PackArgs* args) {
-  const Region region(pool);
-  const PackArgs& a = *args;
-  const int64_t kp = round_up(a.k, kStep);
-  const int64_t per_panel = a.up != nullptr ? kPanel / 2 : kPanel;
-  parallel_for(pool, (a.n + per_panel - 1) / per_panel, 1, [&](int64_t begin, int64_t end, int) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      bf16* out = a.packed + panel * kPanel * kp;
-      std::memset(out, 0, static_cast<size_t>(kPanel * kp) * sizeof(bf16));
-      for (int64_t j = 0; j < kPanel; ++j) {
-        const bool from_up = j >= per_panel;
-        const int64_t row = panel * per_panel + (from_up ? j - per_panel : j);
-        if (row >= a.n) continue;
-        const bf16* source = from_up ? a.up + row * a.ld_up : a.weight + row * a.ld_weight;
-        for (int64_t k = 0; k < a.k; ++k) out[(k / 2 * kPanel + j) * 2 + k % 2] = source[k];
-      }
-    }
-  });
-}
+void fs_pack(const PackArgs* args) { pack(*args); }
 
 }  // extern "C"
 #pragma GCC visibility pop
