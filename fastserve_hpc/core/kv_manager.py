@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict
 
 from fastserve_hpc.core.block import Block
 from fastserve_hpc.core.block_store import BlockStore
+from fastserve_hpc.core.block_table import BlockTable
 from fastserve_hpc.core.cost import Costs
+from fastserve_hpc.core.kv_counters import KvCounters
 from fastserve_hpc.core.kv_policy import KV_POLICIES, CopyCosts, KvPolicy
 from fastserve_hpc.core.plan import BlockCopy
 from fastserve_hpc.core.prefix_cache import PrefixCache
 from fastserve_hpc.core.sequence import Sequence
-
-
-@dataclass(slots=True)
-class KvCounters:
-    """What has been done since the start."""
-
-    prefix_tokens: int = 0
-    """Prompt positions whose KV another request had computed."""
-    recomputed_tokens: int = 0
-    """Positions whose KV was given up and is computed again."""
-    host_full: int = 0
-    """Requests that were parked without a copy of all their blocks: the host had no room."""
-
-
-@dataclass(slots=True, eq=False)
-class _Table:
-    """The blocks of one sequence, in the order of positions."""
-
-    blocks: list[Block] = field(default_factory=list)
-    is_pinned: bool = False
-    """It may run: all of them are on the device, or on the way there."""
-    pinned: list[Block] = field(default_factory=list)
-    """While it is being admitted: those that are pinned already."""
-    num_own: int = 0
-    """Likewise: blocks that it had before."""
-    num_mirrored: int = 0
-    """So many of the first were copied to the host early."""
 
 
 class KvManager:
@@ -73,7 +48,7 @@ class KvManager:
         self._store = BlockStore(num_blocks, num_host_blocks)
         self._store.plan_done(last_plan_id)
         self._cache = PrefixCache(self._store, block_size, salt)
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, BlockTable] = {}
 
     @property
     def num_total(self) -> int:
@@ -119,11 +94,8 @@ class KvManager:
 
     def details(self) -> dict[str, float]:
         """What `status` shows, by name."""
-        counters = self.counters
         return {
-            "prefix_tokens": counters.prefix_tokens,
-            "recomputed_tokens": counters.recomputed_tokens,
-            "host_full": counters.host_full,
+            **asdict(self.counters),
             "offloaded_blocks": self.num_offloaded,
             "offloaded_bytes": self.num_offloaded * self.block_bytes,
             "uploaded_blocks": self.num_uploaded,
@@ -152,7 +124,7 @@ class KvManager:
     def table(self, request_id: int) -> tuple[int, ...]:
         """A resident request's slots on the device, in the order of positions."""
         table = self._tables.get(request_id)
-        return () if table is None else tuple([block.device for block in table.blocks])
+        return () if table is None else table.slots()
 
     def residents(self) -> list[int]:
         """The requests whose blocks stay on the device."""
@@ -170,29 +142,22 @@ class KvManager:
         Returns how many blocks of the device it still needs; None where another sequence computes its prefix in
         this plan: then nothing has changed.
         """
-        table = self._tables.get(sequence.request_id) or _Table()
-        self._trim(table)
-        table.num_own = len(table.blocks)
-        if table.num_own * self.block_size <= sequence.num_planned or not table.num_own:
-            uploads = costs is None or self.copy_costs.to_device_s < costs.prefill_token_s * self.block_size
-            found, waits = self._cache.match(sequence, table.num_own, plan_id, uploads)
-            if waits and not table.num_own:
-                self._tables.pop(sequence.request_id, None)
-                return None
-            self._store.hold(found)
-            table.blocks += found
-        table.pinned = [block for block in table.blocks if block.device >= 0]
-        self._store.pin(table.pinned)
-        self._tables[sequence.request_id] = table
-        return self.blocks_for(sequence.num_tokens) - len(table.pinned)
+        request_id = sequence.request_id
+        table = self._tables.get(request_id)
+        if table is None:
+            table = BlockTable(sequence, self._store, self._cache, self.block_size)
+        uploads = costs is None or self.copy_costs.to_device_s < costs.prefill_token_s * self.block_size
+        needed = table.begin(plan_id, uploads)
+        if needed is None:
+            self._tables.pop(request_id, None)
+        else:
+            self._tables[request_id] = table
+        return needed
 
     def cancel(self, sequence: Sequence) -> None:
         """It does not fit: as if `begin` had not been called."""
         table = self._tables[sequence.request_id]
-        self._store.unpin(table.pinned, 0)
-        self._store.drop(table.blocks[table.num_own :])
-        del table.blocks[table.num_own :]
-        table.pinned = []
+        table.cancel()
         if not table.blocks:
             del self._tables[sequence.request_id]
 
@@ -201,29 +166,17 @@ class KvManager:
 
         Returns the positions whose KV it has then.
         """
-        table = self._tables[sequence.request_id]
-        blocks = table.blocks
-        covered = len(blocks) * self.block_size
-        if table.num_own * self.block_size > sequence.num_planned:
-            covered = sequence.num_planned
-        self._count(sequence, covered)
-        self._store.upload([block for block in blocks if block.device < 0])
-        blocks += self._store.take(self.blocks_for(sequence.num_tokens) - len(blocks)) or ()
-        table.is_pinned, table.pinned, table.num_mirrored = True, [], 0
-        self._cache.announce(sequence, blocks, covered // self.block_size)
+        covered = self._tables[sequence.request_id].complete()
+        self.counters.admitted(sequence, covered)
         return covered
 
     def upload_of(self, request_id: int) -> int:
         """The copy that a resident request must wait for; 0: all of its blocks are there."""
-        last = max([block.upload for block in self._tables[request_id].blocks])
-        return last if last > self._store.copies_done else 0
+        return self._tables[request_id].upload()
 
     def resume(self, sequence: Sequence) -> tuple[int, ...]:
         """A resident sequence runs again: all of its slots. Its last block changes from now on."""
-        blocks = self._tables[sequence.request_id].blocks
-        if sequence.num_planned % self.block_size:
-            self._store.spoil(blocks[sequence.num_planned // self.block_size])
-        return self.table(sequence.request_id)
+        return self._tables[sequence.request_id].resume()
 
     # Resident sequences.
 
@@ -232,15 +185,7 @@ class KvManager:
 
         Returns the slots that this took, mostly none; None if they do not fit, then nothing has changed.
         """
-        table = self._tables[request_id]
-        missing = self.blocks_for(num_tokens) - len(table.blocks)
-        if missing <= 0:
-            return ()
-        blocks = self._store.take(missing)
-        if blocks is None:
-            return None
-        table.blocks += blocks
-        return tuple([block.device for block in blocks])
+        return self._tables[request_id].extend(num_tokens)
 
     def note_prompt(self, sequence: Sequence, start: int, end: int, plan_id: int) -> None:
         """Plan `plan_id` computes positions [start, end), which begin in the prompt."""
@@ -265,14 +210,11 @@ class KvManager:
     def park(self, sequence: Sequence, costs: Costs | None = None) -> None:
         """A resident sequence leaves the device. What is worth it is copied to the host."""
         table = self._tables[sequence.request_id]
-        self._cut(table, sequence)
-        self._store.unpin(table.blocks, sequence.last_plan_id)
-        table.is_pinned = False
+        table.unpin()
         if self.policy.offloads:
             self._offload(sequence, table.blocks, costs)
-        if not self.policy.offloads:
-            self._store.drop(table.blocks)
-            table.blocks.clear()
+        else:
+            table.drop()
         if not table.blocks:
             del self._tables[sequence.request_id]
 
@@ -281,12 +223,7 @@ class KvManager:
 
         Only while no plan is being packed that it is part of.
         """
-        table = self._tables[sequence.request_id]
-        first, end = table.num_mirrored, sequence.num_planned // self.block_size
-        blocks = table.blocks[first : min(end, first + most)]
-        table.num_mirrored += len(blocks)
-        done = self._store.copies_done
-        return self._store.mirror([b for b in blocks if b.host < 0 and b.upload <= done], is_early=True)
+        return self._tables[sequence.request_id].mirror(most)
 
     # The end of sequences.
 
@@ -294,21 +231,15 @@ class KvManager:
         """A request has left. The content of its full blocks stays for others until the slots are needed."""
         table = self._tables.pop(sequence.request_id, None)
         if table is not None:
-            self._trim(table)
-            self._cut(table, sequence)
-            self._cache.add_outputs(sequence, table.blocks)
-            self._let_go(table, sequence)
+            table.finish()
 
     def condemn(self, sequence: Sequence) -> list[int]:
         """What a sequence has computed is no good: no other will share it. Returns those that do now."""
         table = self._tables.get(sequence.request_id)
         if table is None:
             return []
-        self._cut(table, sequence)
+        table.condemn()
         bad = set(table.blocks)
-        for block in table.blocks:
-            self._store.forget(block)
-        sequence.keys = None
         others = [(request_id, other) for request_id, other in self._tables.items() if other is not table]
         return [request_id for request_id, other in others if not bad.isdisjoint(other.blocks)]
 
@@ -316,8 +247,7 @@ class KvManager:
         """Give up all KV of a sequence that goes on."""
         table = self._tables.pop(sequence.request_id, None)
         if table is not None:
-            self._cut(table, sequence)
-            self._let_go(table, sequence)
+            table.give_up()
 
     def plan_done(self, plan_id: int) -> None:
         """The results of all plans up to this one are in."""
@@ -333,41 +263,12 @@ class KvManager:
 
     # Inside.
 
-    def _trim(self, table: _Table) -> None:
-        """Drop what is lost, and what comes after it. Nothing of a resident sequence is."""
-        for i, block in enumerate(table.blocks):
-            if block.is_lost:
-                self._store.drop(table.blocks[i:])
-                del table.blocks[i:]
-                return
-
-    def _cut(self, table: _Table, sequence: Sequence) -> None:
-        """Let go of blocks that have no content yet."""
-        self._cache.withdraw(sequence, table.blocks)
-        num_filled = self.blocks_for(sequence.num_planned)
-        empty = table.blocks[num_filled:]
-        if table.is_pinned:
-            self._store.unpin(empty, sequence.last_plan_id)
-        self._store.drop(empty)
-        del table.blocks[num_filled:]
-
-    def _let_go(self, table: _Table, sequence: Sequence) -> None:
-        if table.is_pinned:
-            self._store.unpin(table.blocks, sequence.last_plan_id)
-        self._store.drop(table.blocks)
-
     def _offload(self, sequence: Sequence, blocks: list[Block], costs: Costs | None) -> None:
         """Copy what is not on the host yet, unless computing it again is cheaper."""
         to_copy = [block for block in blocks if block.host < 0 and not block.pins]
         moved_s = len(to_copy) * self.copy_costs.to_host_s + len(blocks) * self.copy_costs.to_device_s
         if costs is None or moved_s <= costs.prefill_s(0, sequence.num_planned):
             self.counters.host_full += self._store.mirror(to_copy) < len(to_copy)
-
-    def _count(self, sequence: Sequence, covered: int) -> None:
-        if sequence.num_planned:
-            self.counters.recomputed_tokens += max(0, sequence.num_planned - covered)
-        elif not sequence.num_preemptions:
-            self.counters.prefix_tokens += covered
 
     def check(self) -> None:
         """Assert that every block is where it should be, and none is lost."""
@@ -377,8 +278,7 @@ class KvManager:
         refs: dict[Block, int] = {}
         pins: dict[Block, int] = {}
         for table in tables:
-            assert not table.pinned
-            assert len(set(table.blocks)) == len(table.blocks) > 0
+            table.check()
             for block in table.blocks:
                 refs[block] = refs.get(block, 0) + 1
                 pins[block] = pins.get(block, 0) + table.is_pinned
