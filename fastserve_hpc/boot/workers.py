@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from fastserve_kernels.kernels import Kernels
 
+    from fastserve_hpc.models.decoder import Model
     from fastserve_hpc.ops import Chosen
     from fastserve_hpc.worker.kv_cache import KVCache, KVShape, KVSize
     from fastserve_hpc.worker.memory_watch import MemoryWatch
@@ -71,44 +72,82 @@ def _fake(config: EngineConfig, model: ServedModel, world: World) -> BuiltWorker
     return BuiltWorker(worker, FAKE_BLOCKS, FAKE_BLOCKS, 0, CopyCosts(), model.limits.max_model_len, SingleComm())
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where this rank computes, with what, and how it speaks to the others."""
+
+    on_node: NodePlace
+    device: torch.device
+    chosen: Chosen
+    comm: TensorComm
+
+
 def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: World) -> BuiltWorker:
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # read when torch loads libgomp
 
-    from fastserve_hpc.models.loader import load_model
-    from fastserve_hpc.models.reading import Reading
     from fastserve_hpc.worker.kv_cache import KVCache, KVShape
-    from fastserve_hpc.worker.worker import Worker
 
     began = time.perf_counter()
-    place = world.place_on_node()
-    device, chosen = _choose_compute(config, weights, place, world)
+    place = _take_place(config, weights, world)
+    stage = _load_stage(model, weights, place, world, began)
+    shape = KVShape.of(weights.spec, world.topology, config.block_size, place.chosen.dtype)
+    memory, size = _divide_memory(config, shape, place.on_node, place.device, model, world)
+    max_model_len = limit_length(config, size.device_blocks, model, world)
+    kv = KVCache(shape, size, place.device)
+    return BuiltWorker(
+        _assemble(config, stage, kv, memory, max_model_len, place.comm, world),
+        size.device_blocks,
+        size.host_blocks,
+        world.total(shape.block_bytes),
+        _copy_costs(kv, world),
+        max_model_len,
+        place.comm,
+        place.chosen.description,
+        place.chosen.dtype.itemsize,
+    )
+
+
+def _take_place(config: EngineConfig, weights: Weights, world: World) -> _Place:
+    on_node = world.place_on_node()
+    device, chosen = _choose_compute(config, weights, on_node, world)
     link_bytes = config.max_batch_tokens * weights.spec.hidden_size * chosen.dtype.itemsize
-    comm = world.comm(link_bytes, device, chosen.kernels)
+    return _Place(on_node, device, chosen, world.comm(link_bytes, device, chosen.kernels))
+
+
+def _load_stage(model: ServedModel, weights: Weights, place: _Place, world: World, began: float) -> Model:
+    """This rank's part of the model. Says how long it took since `began`, on the clock of `perf_counter`."""
+    from fastserve_hpc.models.loader import load_model
+    from fastserve_hpc.models.reading import Reading
+
+    chosen, max_len = place.chosen, model.limits.max_model_len
     with world.node_file() as board:
         reading = Reading(board, world.say)
+        ranks = world.topology, place.comm
         stage = load_model(
-            weights.files,
-            weights.spec,
-            world.topology,
-            comm,
-            chosen.dtype,
-            device,
-            chosen.ops,
-            reading,
-            model.limits.max_model_len,
+            weights.files, weights.spec, *ranks, chosen.dtype, place.device, chosen.ops, reading, max_len
         )
-    if device.type == "cpu":
+    if place.device.type == "cpu":
         keep_freed_memory()
     speed = reading.progress
     world.say(
         f"loaded {model.name} in {time.perf_counter() - began:.1f} s, rank 0's part of {speed.num_bytes / 1e9:.2f} GB "
         f"at {speed.num_bytes / 1e9 / speed.seconds:.2f} GB/s"
     )
-    shape = KVShape.of(weights.spec, world.topology, config.block_size, chosen.dtype)
-    memory, size = _divide_memory(config, shape, place, device, model, world)
-    max_model_len = limit_length(config, size.device_blocks, model, world)
-    kv = KVCache(shape, size, device)
-    worker = Worker(
+    return stage
+
+
+def _assemble(
+    config: EngineConfig,
+    stage: Model,
+    kv: KVCache,
+    memory: MemoryWatch,
+    max_model_len: int,
+    comm: TensorComm,
+    world: World,
+) -> RankWorker:
+    from fastserve_hpc.worker.worker import Worker
+
+    return Worker(
         stage,
         kv,
         world.topology,
@@ -117,17 +156,6 @@ def _real(config: EngineConfig, model: ServedModel, weights: Weights, world: Wor
         max_tokens=config.max_batch_tokens,
         max_seqs=config.max_batch,
         max_model_len=max_model_len,
-    )
-    return BuiltWorker(
-        worker,
-        size.device_blocks,
-        size.host_blocks,
-        world.total(shape.block_bytes),
-        _copy_costs(kv, world),
-        max_model_len,
-        comm,
-        chosen.description,
-        chosen.dtype.itemsize,
     )
 
 

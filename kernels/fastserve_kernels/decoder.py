@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,44 +91,66 @@ class DecoderKernels(KernelBase):
         uses cache[:, i]. The other arguments as for rope_store and paged_attention.
         """
         last = len(stack.layers) if last is None else last
-        shape, layer = stack.shape, stack.layers[0]
-        check(0 <= first <= last <= len(stack.layers), f"there are no layers {first}..{last}")
-        check(cache.dim() == 6 and cache.shape[1] >= last, "the cache must have a layer for each of the stack")
-        check(cache.shape[3] == shape.num_kv_heads and cache.shape[5] == shape.head_dim, "the cache has other heads")
-        check(hidden.dtype == torch.bfloat16 and hidden.stride(1) == 1, "hidden must be bf16 rows")
-        check(hidden.shape[1] == layer.qkv.num_inputs, "hidden must be [num_tokens, hidden_size]")
-        check(positions.dtype == slots.dtype == torch.int64, "positions and slots must be int64")
-        for tensor in (block_tables, query_start, seq_lens):
-            check(tensor.dtype == torch.int32 and tensor.stride(-1) == 1, "tables and lengths must be int32 rows")
-        if first == last or hidden.shape[0] == 0:
-            return hidden
-        group = stack.group
-        args = DecoderArgs(
-            kv=cache_view(cache[:, first]),
-            layers=ctypes.cast(ctypes.byref(stack.args[first]), ctypes.POINTER(DecoderLayerArgs)),
-            group=ctypes.pointer(group.state) if group else ctypes.POINTER(SharedGroupState)(),
-            hidden=hidden.data_ptr(),
-            positions=positions.data_ptr(),
-            slots=slots.data_ptr(),
-            block_tables=block_tables.data_ptr(),
-            query_start=query_start.data_ptr(),
-            seq_lens=seq_lens.data_ptr(),
-            ld_hidden=hidden.stride(0),
-            ld_tables=block_tables.stride(0),
-            num_tokens=hidden.shape[0],
-            num_sequences=seq_lens.shape[0],
-            num_layers=last - first,
-            kv_layer_stride=cache.stride(1),
-            hidden_size=layer.qkv.num_inputs,
-            intermediate_size=layer.gate_up.num_outputs,
-            num_heads=shape.num_heads,
-            norm_eps=shape.norm_eps,
-            scale=shape.scale,
-            softcap=shape.softcap,
-            activation=shape.activation,
-        )
-        self._run("decoder", args)
+        _check_call(stack, hidden, cache, range(first, last))
+        batch = _BatchTensors(positions, slots, block_tables, query_start, seq_lens)
+        batch.check()
+        if first < last and hidden.shape[0]:
+            self._run("decoder", _decoder_args(stack, hidden, cache, batch, range(first, last)))
         return hidden
+
+
+class _BatchTensors(NamedTuple):
+    """As `rope_store` and `paged_attention` take them."""
+
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+
+    def check(self) -> None:
+        check(self.positions.dtype == self.slots.dtype == torch.int64, "positions and slots must be int64")
+        for tensor in (self.block_tables, self.query_start, self.seq_lens):
+            check(tensor.dtype == torch.int32 and tensor.stride(-1) == 1, "tables and lengths must be int32 rows")
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self._asdict().items()}
+
+
+def _check_call(stack: DecoderStack, hidden: Tensor, cache: Tensor, layers: range) -> None:
+    shape = stack.shape
+    check(0 <= layers.start <= layers.stop <= len(stack.layers), f"there are no layers {layers.start}..{layers.stop}")
+    check(cache.dim() == 6 and cache.shape[1] >= layers.stop, "the cache must have a layer for each of the stack")
+    check(cache.shape[3] == shape.num_kv_heads and cache.shape[5] == shape.head_dim, "the cache has other heads")
+    check(hidden.dtype == torch.bfloat16 and hidden.stride(1) == 1, "hidden must be bf16 rows")
+    check(hidden.shape[1] == stack.layers[0].qkv.num_inputs, "hidden must be [num_tokens, hidden_size]")
+
+
+def _decoder_args(
+    stack: DecoderStack, hidden: Tensor, cache: Tensor, batch: _BatchTensors, layers: range
+) -> DecoderArgs:
+    shape, layer, group = stack.shape, stack.layers[0], stack.group
+    return DecoderArgs(
+        kv=cache_view(cache[:, layers.start]),
+        layers=ctypes.cast(ctypes.byref(stack.args[layers.start]), ctypes.POINTER(DecoderLayerArgs)),
+        group=ctypes.pointer(group.state) if group else ctypes.POINTER(SharedGroupState)(),
+        hidden=hidden.data_ptr(),
+        **batch.addresses,
+        ld_hidden=hidden.stride(0),
+        ld_tables=batch.block_tables.stride(0),
+        num_tokens=hidden.shape[0],
+        num_sequences=batch.seq_lens.shape[0],
+        num_layers=len(layers),
+        kv_layer_stride=cache.stride(1),
+        hidden_size=layer.qkv.num_inputs,
+        intermediate_size=layer.gate_up.num_outputs,
+        num_heads=shape.num_heads,
+        norm_eps=shape.norm_eps,
+        scale=shape.scale,
+        softcap=shape.softcap,
+        activation=shape.activation,
+    )
 
 
 def _check_layer(layer: DecoderLayer, shape: DecoderShape, model: DecoderLayer) -> None:
