@@ -1,4 +1,4 @@
-"""Finds and opens the library that kernels/build.py makes, and takes one instruction set's table from it."""
+"""Finds and opens the library that build.py makes, and takes one instruction set's table from it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,17 @@ class Library:
     operations: dict[str, Operation]
 
 
+def cure(package: Path = PACKAGE) -> str:
+    """How to get the library of a package that lies in a checkout or was installed."""
+    script = package.parent / "build.py"
+    if package.parent.name == "kernels" and script.is_file():
+        return f"run python {script}"
+    return (
+        "with a C++ compiler (g++) at hand, repeat the pip install of fastserve-hpc with --force-reinstall --no-deps "
+        "--no-cache-dir"
+    )
+
+
 def processors() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -52,7 +63,7 @@ def open_library(isa: str | None = None) -> Library:
     ops: Ops = table.contents
     for name, arguments in OPERATIONS:
         if getattr(ops, f"{name}_args_size") != ctypes.sizeof(arguments):
-            raise KernelsUnavailableError("the C++ kernels do not match this package; run python kernels/build.py")
+            raise KernelsUnavailableError(f"the C++ kernels do not match this package; {cure()}")
     operations = {name: _operation(getattr(ops, name), arguments) for name, arguments in OPERATIONS}
     return Library(handle, ops.isa.decode(), ops.dot_order.decode(), operations)
 
@@ -65,15 +76,15 @@ def _operation(address: int, arguments: type[ctypes.Structure]) -> Operation:
 
 def _open(path: Path) -> ctypes.CDLL:
     if not path.exists():
-        raise KernelsUnavailableError(f"C++ kernels are not built ({path} is missing); run python kernels/build.py")
+        raise KernelsUnavailableError(f"C++ kernels are not built ({path} is missing); {cure()}")
     try:
         handle = ctypes.CDLL(str(path))
         handle.fs_source_hash.restype = ctypes.c_char_p
         built_from = handle.fs_source_hash().decode()
     except (OSError, AttributeError) as error:
-        raise KernelsUnavailableError(f"C++ kernels do not load: {error}; run python kernels/build.py") from error
+        raise KernelsUnavailableError(f"C++ kernels do not load: {error}; {cure()}") from error
     if built_from != source_hash():
-        raise KernelsUnavailableError("C++ kernels were built from other sources; run python kernels/build.py")
+        raise KernelsUnavailableError(f"C++ kernels were built from other sources; {cure()}")
     handle.fs_ops.restype = ctypes.POINTER(Ops)
     handle.fs_ops.argtypes = [ctypes.c_char_p]
     handle.fs_pool_create.restype = ctypes.c_void_p

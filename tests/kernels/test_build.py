@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 from fastserve_kernels import KernelsUnavailableError, load, open_kernels
-from fastserve_kernels.library import LIBRARY, source_hash
+from fastserve_kernels.library import LIBRARY, cure, source_hash
 
 SCRIPT = Path(__file__).parents[2] / "kernels" / "build.py"
 
@@ -46,9 +46,17 @@ def test_a_stale_library_is_refused(builder: ModuleType, tmp_path: Path, monkeyp
     (package / "cpu" / "other.cpp").write_text('extern "C" const char* fs_source_hash() { return "old"; }\n')
     builder.build(package / "lib.so", package, ("-fvisibility=default",))
     monkeypatch.setenv("FASTSERVE_KERNELS_LIBRARY", str(package / "lib.so"))
-    with pytest.raises(KernelsUnavailableError, match=r"other sources; run python kernels/build\.py"):
+    with pytest.raises(KernelsUnavailableError, match=r"other sources; run python .*kernels/build\.py"):
         open_kernels()
     assert load() is None
+
+
+def test_the_cure_fits_where_the_package_lies(tmp_path: Path) -> None:
+    assert cure() == f"run python {SCRIPT.resolve()}"
+    installed = cure(tmp_path / "site-packages" / "fastserve_kernels")
+    assert "build.py" not in installed
+    assert "g++" in installed
+    assert "--force-reinstall" in installed
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
