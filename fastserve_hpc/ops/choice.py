@@ -40,7 +40,7 @@ def find_kernels(block_size: int, head_dim: int, num_threads: int | None = None)
         from fastserve_kernels import KernelsUnavailableError, open_kernels
         from fastserve_kernels.attention import supports_cache
     except ImportError:
-        return "the package fastserve_kernels is not there: in a checkout, put its kernels directory on PYTHONPATH"
+        return "the package fastserve_kernels is not installed; in a checkout, put its kernels directory on PYTHONPATH"
     if not supports_cache(block_size, head_dim):
         return (
             f"the C++ kernels want multiples of 16 for --block-size (here {block_size}) "
