@@ -182,6 +182,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("name a peer: --openvino, --llama-server or --vllm")
     if options.vllm and not options.vllm_model:
         parser.error("--vllm needs --vllm-model")
+    if options.vllm and not (options.vllm_model / "config.json").is_file():
+        parser.error(
+            f"--vllm-model {options.vllm_model}: no config.json there; name a Hugging Face directory of SmolLM2"
+        )
     return options
 
 

