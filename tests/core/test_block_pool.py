@@ -81,5 +81,11 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.num_held == sum(map(len, self.held))
 
 
+class LongPoolMachine(PoolMachine):
+    """The same for longer."""
+
+
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPoolLong = pytest.mark.slow(pytest.mark.timeout(900)(LongPoolMachine.TestCase))
+TestPoolLong.settings = settings(max_examples=2000, stateful_step_count=50, deadline=None)
