@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, islice
 
+from fastserve_hpc.core.policy.entry import Entry
 from fastserve_hpc.core.policy.levels import Levels
-from fastserve_hpc.core.policy.waiting import Entry
 from fastserve_hpc.core.sequence import Sequence
 
 _MAX_VICTIMS = 8
@@ -33,6 +33,7 @@ class Running:
 
     def put(self, entry: Entry, order: int) -> None:
         """To the tail of its level. `order` counts entries into queues."""
+        entry.stay += 1
         entry.is_running, entry.order = True, order
         entry.is_prefilling = entry.prompt_left > 0
         entry.place = entry.level
@@ -44,9 +45,16 @@ class Running:
         self._levels_of(entry).put(entry.place, entry.sequence)
 
     def take_out(self, entry: Entry) -> None:
+        entry.stay += 1
         entry.is_running = False
         del self._entries[entry.sequence.request_id]
         self._levels_of(entry).take_out(entry.place, entry.sequence)
+
+    def promote(self, entry: Entry, order: int) -> None:
+        """It has come of age: its prompt comes before those of others."""
+        self.take_out(entry)
+        entry.is_aged = True
+        self.put(entry, order)
 
     def last(self) -> Entry | None:
         """The one with the worst level; None where nobody may replace it."""

@@ -33,8 +33,8 @@ class SkipJoinRules:
     """Nobody is replaced who, as recent answers go, is as near to its end as the candidate."""
     min_finished: int = 32
     """Answers that must be known before anyone is replaced."""
-    aging: float = 0.6
-    """A request that has waited for this part of the time to drain the backlog goes first; infinite: never."""
+    aging: float = 0.8
+    """A request that has been there for this part of the time to drain the backlog goes first; infinite: never."""
     oldest_share: float = 0.05
     """The part of all work that goes to the oldest waiting requests, whatever their levels."""
     uses_hints: bool = True

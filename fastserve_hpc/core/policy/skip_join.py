@@ -11,11 +11,13 @@ from collections.abc import Iterator
 
 from fastserve_hpc.core.cost import CostModel
 from fastserve_hpc.core.enst import Standing
+from fastserve_hpc.core.policy.aging import Aging, factor_of
 from fastserve_hpc.core.policy.base import OrderKey
+from fastserve_hpc.core.policy.entry import Entry
 from fastserve_hpc.core.policy.running import Running
 from fastserve_hpc.core.policy.sessions import Sessions
 from fastserve_hpc.core.policy.sizing import Sizing, SkipJoinRules
-from fastserve_hpc.core.policy.waiting import Entry, Waiting
+from fastserve_hpc.core.policy.waiting import Waiting
 from fastserve_hpc.core.sequence import Sequence
 
 _BATCH_CLASS = 1000.0
@@ -38,6 +40,7 @@ class SkipJoin:
         self._entries: dict[int, Entry] = {}
         self._waiting = Waiting()
         self._running = Running()
+        self._aging = Aging()
         self._pinned: dict[int, Entry] = {}
         self._sessions = Sessions()
         self._num_added = 0
@@ -58,7 +61,7 @@ class SkipJoin:
         if self.rules.uses_sessions and sequence.request.session is not None:
             entry.session = self._sessions.join(sequence.request.session)
         self._set_level(entry)
-        self._waiting.put(entry)
+        self._wait(entry)
 
     def remove(self, sequence: Sequence, is_complete: bool) -> None:
         entry = self._entries.pop(sequence.request_id)
@@ -131,16 +134,15 @@ class SkipJoin:
             return Standing(quantum_s, 0.0)
         if entry.is_running or self.rules.aging == math.inf:
             return Standing(quantum_s, math.inf)
-        begun = max(0.0, entry.level - self._sizing.usual_level()) if entry.sequence.outputs else 0.0
-        bound_s = self.rules.aging * self.drain_s() * 2 ** min(begun, 40.0)
+        bound_s = self._aging_bound_s() * factor_of(entry, self._sizing.usual_level())
         return Standing(quantum_s, max(0.0, bound_s - (now - entry.arrived)))
 
     def _select(self, now: float) -> None:
         """Choose who holds the places of the batch."""
+        self._age(now)
         if self._waiting.is_empty:
             self._work = 0.0
             return
-        self._age(now)
         self._pin_oldest()
         while (entry := self._waiting.first()) is not None and len(self._running) < self._max_batch:
             self._start(entry)
@@ -189,13 +191,21 @@ class SkipJoin:
 
     def _start(self, entry: Entry) -> None:
         self._waiting.take_out(entry)
-        self._running.put(entry, self._next_order())
+        self._run(entry)
 
     def _stop(self, entry: Entry) -> None:
         self.num_replaced += 1
         self._running.take_out(entry)
         entry.order, entry.was_running = self._next_order(), True
+        self._wait(entry)
+
+    def _run(self, entry: Entry) -> None:
+        self._running.put(entry, self._next_order())
+        self._aging.watch(entry)
+
+    def _wait(self, entry: Entry) -> None:
         self._waiting.put(entry)
+        self._aging.watch(entry)
 
     def _take_out(self, entry: Entry) -> None:
         if entry.is_running:
@@ -216,10 +226,10 @@ class SkipJoin:
         entry.is_aged = False
         self._set_level(entry)
         if is_running:
-            self._running.put(entry, self._next_order())
+            self._run(entry)
         else:
             entry.order = self._next_order()
-            self._waiting.put(entry)
+            self._wait(entry)
 
     def _set_level(self, entry: Entry) -> None:
         sequence = entry.sequence
@@ -243,8 +253,15 @@ class SkipJoin:
     def _age(self, now: float) -> None:
         if self.rules.aging == math.inf:
             return
-        bound_s = self.rules.aging * self.drain_s()
-        self.num_aged += self._waiting.age(now, bound_s, self._sizing.usual_level())
+        for entry in self._aging.due(now, self._aging_bound_s(), self._sizing.usual_level()):
+            self.num_aged += 1
+            if entry.is_running:
+                self._running.promote(entry, self._next_order())
+            else:
+                self._waiting.promote(entry)
+
+    def _aging_bound_s(self) -> float:
+        return self.rules.aging * self.drain_s()
 
     def drain_s(self) -> float:
         """Seconds that all the known work would take."""
@@ -263,7 +280,7 @@ class SkipJoin:
             self._waiting.take_out(entry)
             entry.is_pinned, entry.limit = True, 0
             self._pinned[entry.sequence.request_id] = entry
-            self._waiting.put(entry)
+            self._waiting.put(entry)  # first of all, whatever its age
 
     def check(self) -> None:
         """Assert the invariants. For tests."""

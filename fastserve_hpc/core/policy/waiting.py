@@ -1,54 +1,13 @@
-"""The requests that wait for a place: who is next, who is oldest, who has waited too long."""
+"""The requests that wait for a place: who is next, who is best, who is oldest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from fastserve_hpc.core.policy.sessions import Session
-from fastserve_hpc.core.sequence import Sequence
+from fastserve_hpc.core.policy.entry import Entry
 
-_MAX_AGED = 4
-"""Of one look, which comes before every iteration: more than finish in one on average."""
-
-_Heap = list[tuple[tuple[float, ...], int, "Entry"]]
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A sequence, and where it stands."""
-
-    sequence: Sequence
-    number: int
-    """Counts arrivals."""
-    arrived: float
-    prompt_left: int
-    """Prompt tokens that are not computed yet."""
-    level: float = 0.0
-    order: int = 0
-    """Counts entries into queues."""
-    place: float = 0.0
-    """While it runs: the level that it is filed under."""
-    end: int = 0
-    """The outputs at which its level ends."""
-    limit: int = 0
-    """The outputs from which on progress is looked at."""
-    is_running: bool = False
-    is_prefilling: bool = False
-    """While it runs: it is filed with those whose prompt is not done."""
-    was_running: bool = False
-    """It waits because another took its place."""
-    is_hinted: bool = False
-    """Its level comes from a hint that was trusted."""
-    is_aged: bool = False
-    aged_order: int = 0
-    """Counts those that became aged."""
-    is_pinned: bool = False
-    session: Session | None = None
-    stay: int = 0
-    """Counts its stays in the queue; what the heaps hold of earlier ones is void."""
-    wait_key: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+_Heap = list[tuple[tuple[float, ...], int, Entry]]
 
 
 class Waiting:
@@ -60,8 +19,6 @@ class Waiting:
         self._num_aged = 0
         self._by_level: _Heap = []
         self._by_arrival: _Heap = []
-        self._by_bound: dict[float, _Heap] = {}
-        """Not aged yet, by arrival: a heap for each level, and one (-1) for those that have not begun."""
 
     @property
     def is_empty(self) -> bool:
@@ -73,8 +30,6 @@ class Waiting:
         self._file(entry)
         self._push(self._by_level, (entry.level, float(not entry.was_running), float(entry.order)), entry)
         self._push(self._by_arrival, (entry.number,), entry)
-        if not entry.is_aged:
-            self._push(self._by_bound.setdefault(_bound_of(entry), []), (entry.number,), entry)
 
     def take_out(self, entry: Entry) -> None:
         entry.stay += 1
@@ -93,21 +48,12 @@ class Waiting:
         """The first to arrive."""
         return self._top(self._by_arrival)
 
-    def age(self, now: float, bound_s: float, usual_level: float) -> int:
-        """Those that have waited past their bound become the first, a few at a time. How many did."""
-        count = 0
-        for bound, heap in list(self._by_bound.items()):
-            level_bound_s = bound_s * 2 ** max(0.0, bound - usual_level) if bound >= 0 else bound_s
-            while count < _MAX_AGED and (entry := self._top(heap)) and now - entry.arrived >= level_bound_s:
-                heappop(heap)
-                entry.is_aged = True
-                self._num_aged += 1
-                entry.aged_order = self._num_aged
-                self._file(entry)
-                count += 1
-            if not heap:
-                del self._by_bound[bound]
-        return count
+    def promote(self, entry: Entry) -> None:
+        """It has come of age."""
+        entry.is_aged = True
+        self._num_aged += 1
+        entry.aged_order = self._num_aged
+        self._file(entry)
 
     def check(self) -> None:
         """Assert the invariants. For tests."""
@@ -145,7 +91,3 @@ class Waiting:
                 return entry
             heappop(heap)
         return None
-
-
-def _bound_of(entry: Entry) -> float:
-    return entry.level if entry.sequence.outputs else -1.0

@@ -182,9 +182,32 @@ class TestNobodyStarves:
         assert bench.order() == [runner.request_id, short.request_id, long.request_id]
         bench.now = bound * 1.01
         assert bench.order() == [runner.request_id, long.request_id, short.request_id]
-        assert bench.policy.num_aged == 2
-        assert bench.policy.counters() == {"replaced": 0, "aged": 2, "pinned": 0, "level_2": 2, "level_5": 1}
+        assert bench.policy.num_aged == 3, "with the one that runs: its prompt is not done"
+        assert bench.policy.counters() == {"replaced": 0, "aged": 3, "pinned": 0, "level_2": 2, "level_5": 1}
         assert SkipJoin(1, COST, SkipJoinRules(aging=math.inf)).num_aged == 0
+
+    def test_inside_a_batch_a_prompt_that_others_pass_by_comes_of_age(self) -> None:
+        """With places for all nobody waits, but new prompts of better levels are computed first."""
+        bench = Bench(max_batch=8, aging=0.6)
+        long, short = bench.add(4000), bench.add()
+        assert bench.order() == [short.request_id, long.request_id]
+        bench.now = 0.7 * bench.policy.drain_s()
+        late = bench.add()
+        assert bench.order() == [long.request_id, short.request_id, late.request_id]
+        bench.prefill(long)
+        bench.now *= 100
+        bench.order()
+        assert not bench.policy._entries[long.request_id].is_aged, "it decodes, and those come first in any case"
+
+    def test_who_leaves_or_moves_is_not_taken_for_one_of_age(self) -> None:
+        bench = Bench(max_batch=1, aging=0.6)
+        gone, waits, runs = bench.add(), bench.add(300), bench.add(20)
+        bench.order()
+        for sequence in (gone, runs):
+            bench.policy.remove(sequence, is_complete=False)
+        bench.now = 1000.0
+        assert bench.order() == [waits.request_id]
+        assert bench.policy.num_aged == 1
 
     def test_aging_ends_with_the_prompt(self) -> None:
         bench = Bench(max_batch=1)
@@ -233,6 +256,18 @@ class TestHints:
         step = math.log2(1.5)
         expected = math.ceil(math.log(math.sqrt(2001 * 2000) / 16, 1.5)) * step
         assert bench.level(long) == pytest.approx(expected)
+
+    def test_the_longer_the_answer_is_to_be_the_longer_a_request_may_have_to_wait(self) -> None:
+        bench = self.trusted(max_batch=1, aging=0.5)
+        bench.add()
+        hinted, plain = bench.add(expected_tokens=2000), bench.add()
+        bench.order()
+        bench.now = bench.policy.drain_s()
+        assert bench.policy.standing(plain, bench.now).promoted_in_s == 0
+        assert bench.policy.standing(hinted, bench.now).promoted_in_s > 5 * bench.now
+        bench.order()
+        entries = bench.policy._entries
+        assert (entries[plain.request_id].is_aged, entries[hinted.request_id].is_aged) == (True, False)
 
     def test_what_is_left_counts_and_levels_rise(self) -> None:
         bench = self.trusted()
