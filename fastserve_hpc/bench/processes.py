@@ -56,8 +56,9 @@ class OthersWatch:
         self._began, self._before = time.monotonic(), self._others_s()
 
     def busy_cores(self) -> float:
+        """At most all of them, however short the time: the kernel counts in ticks of 10 ms."""
         elapsed = max(time.monotonic() - self._began, 1e-3)
-        return max(0.0, (self._others_s() - self._before) / elapsed)
+        return min(max(0.0, (self._others_s() - self._before) / elapsed), float(os.cpu_count() or 1))
 
     def _others_s(self) -> float:
         ticks = [int(word) for word in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
