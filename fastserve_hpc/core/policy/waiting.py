@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush
 
 from fastserve_hpc.core.policy.entry import Entry
-
-_Heap = list[tuple[tuple[float, ...], int, Entry]]
+from fastserve_hpc.core.policy.entry_heap import EntryHeap
 
 
 class Waiting:
-    """Everything in heaps whose void items are dropped when they come to the top: no cost grows with the queue."""
+    """Everything in heaps: no cost grows with the queue."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
-        self._by_key: _Heap = []
+        self._by_key = EntryHeap()
         self._num_aged = 0
-        self._by_level: _Heap = []
-        self._by_arrival: _Heap = []
+        self._by_level = EntryHeap()
+        self._by_arrival = EntryHeap()
 
     @property
     def is_empty(self) -> bool:
@@ -28,8 +26,8 @@ class Waiting:
         entry.stay += 1
         self._entries[entry.number] = entry
         self._file(entry)
-        self._push(self._by_level, (entry.level, float(not entry.was_running), float(entry.order)), entry)
-        self._push(self._by_arrival, (entry.number,), entry)
+        self._by_level.push((entry.level, float(not entry.was_running), float(entry.order)), entry)
+        self._by_arrival.push((), entry)
 
     def take_out(self, entry: Entry) -> None:
         entry.stay += 1
@@ -38,15 +36,15 @@ class Waiting:
     def first(self) -> Entry | None:
         """The one that gets the next free place: pinned; aged, those without a token first; then by level, those
         replaced first."""
-        return self._top(self._by_key)
+        return self._by_key.top()
 
     def best(self) -> Entry | None:
         """The one with the best level."""
-        return self._top(self._by_level)
+        return self._by_level.top()
 
     def oldest(self) -> Entry | None:
         """The first to arrive."""
-        return self._top(self._by_arrival)
+        return self._by_arrival.top()
 
     def promote(self, entry: Entry) -> None:
         """It has come of age."""
@@ -60,7 +58,7 @@ class Waiting:
         for entry in self._entries.values():
             assert not entry.is_running
             for heap in (self._by_key, self._by_level, self._by_arrival):
-                assert any(item is entry and stay == entry.stay for _, stay, item in heap)
+                assert entry in heap
         assert self.first() is next(self.ordered(), None)
         levels = [entry.level for entry in self._entries.values()]
         assert (best := self.best()) is None or best.level == min(levels)
@@ -79,15 +77,4 @@ class Waiting:
         elif entry.is_aged:
             key = (1.0, float(not entry.prompt_left), float(entry.aged_order), 0.0)
         entry.wait_key = key
-        self._push(self._by_key, key, entry)
-
-    def _push(self, heap: _Heap, key: tuple[float, ...], entry: Entry) -> None:
-        heappush(heap, ((*key, float(entry.number)), entry.stay, entry))
-
-    def _top(self, heap: _Heap) -> Entry | None:
-        while heap:
-            _, stay, entry = heap[0]
-            if entry.stay == stay:
-                return entry
-            heappop(heap)
-        return None
+        self._by_key.push(key, entry)
