@@ -41,7 +41,7 @@ PHASES = {
     "  layers": ("worker._model", "_stack"),
     "  head": ("worker._model._head.vocabulary", "_own_logits"),
     "  most likely": ("worker._model._head.vocabulary._shard.ops", "most_likely"),
-    "look for NaN": ("worker", "_note_broken"),
+    "clear blocks": ("worker._kv", "clear"),
     "sample": ("worker._outputs", "read"),
     "report": ("worker", "report"),
     "execute, all": ("worker", "execute"),

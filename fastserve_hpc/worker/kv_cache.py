@@ -14,6 +14,7 @@ from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.parallel.topology import Topology
 from fastserve_hpc.worker.copies import Copies, StreamCopies, ThreadCopies
+from fastserve_hpc.worker.prefault import Prefault
 
 _DEVICE_FRACTION = 0.9
 """Of a GPU's free memory, what its tier takes where nobody said how much."""
@@ -107,6 +108,7 @@ class KVCache:
         make_copies = StreamCopies if device.type == "cuda" else ThreadCopies
         self._copies: Copies = make_copies(self.device_tier, self.host_tier)
         self._last_started = 0
+        self._prefault = Prefault(self.device_tier) if device.type == "cpu" else None
 
     @property
     def layers(self) -> torch.Tensor:
@@ -116,6 +118,11 @@ class KVCache:
     def layer(self, index: int) -> torch.Tensor:
         """The device blocks of this stage's layer `index`: a view [num_blocks, 2, kv_heads, block_size, head_dim]."""
         return self.device_tier[:, index]
+
+    def note_use(self, slot: int) -> None:
+        """Device blocks up to `slot` may be in use from now on: the memory of those behind it is made ready."""
+        if self._prefault is not None:
+            self._prefault.note_use((slot + 1) * self.shape.block_bytes)
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero whole blocks of the device tier."""
@@ -149,7 +156,7 @@ def _zeros(shape: KVShape, num_blocks: int, device: torch.device, pinned: bool =
     sizes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
     if device.type != "cpu" or pinned:
         return torch.zeros(sizes, dtype=shape.dtype, device=device, pin_memory=pinned)
-    # numpy's zeros are untouched pages of the kernel's, so a large cache costs nothing before it is used.
+    # numpy's zeros are untouched pages of the kernel's: a large cache takes no memory before it is used.
     num_bytes = math.prod(sizes) * shape.dtype.itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT

@@ -79,6 +79,7 @@ class Worker:
         self._outputs.forget(plan.finished)
         for new in plan.new_requests:
             self._table.add(new)
+        self._kv.note_use(max((slot for piece in plan.slices for slot in piece.new_slots), default=-1))
         self._kv.copy(plan.copies)
         self._stall_s += self._kv.wait_for(plan.needs_copies)
         result = self._compute(plan) if plan.slices else IterationResult(plan.plan_id)

@@ -50,12 +50,12 @@ def test_block_is_one_contiguous_piece_and_a_layer_is_a_view() -> None:
     assert kv.device_tier[0].numel() * 2 == SHAPE.block_bytes
 
 
-def test_unused_cache_takes_no_memory() -> None:
+def test_a_cache_takes_memory_for_its_first_blocks_alone() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     shape = KVShape(num_layers=8, num_kv_heads=8, block_size=16, head_dim=64, dtype=torch.float32)
     kv = KVCache(shape, KVSize(4096, 4096), CPU)
     assert kv.device_tier.nbytes == 2**31
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 612 * 1024
 
 
 def test_blocks_are_aligned_for_vector_loads() -> None:
