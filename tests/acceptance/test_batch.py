@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from support import REPOSITORY, Server
 
+from fastserve_hpc.client import Client
 from fastserve_hpc.models.locate import locate
 
 COMMAND = [sys.executable, "-m", "fastserve_hpc", "batch"]
@@ -393,8 +394,9 @@ def test_show_5_scores_are_those_of_transformers(start_server: Callable[..., Ser
     command = [sys.executable, "-m", "fastserve_hpc", "score", "--endpoint", "default", "--input", str(source)]
     command += ["--output", str(tmp_path / "tight.jsonl"), "--order", "input", "--batch-slowdown", "8"]
     run = subprocess.Popen(command, env=tight.env, stderr=subprocess.PIPE, text=True)
-    while run.poll() is None:
-        tight.run("submit", "One word after the other, and so on. " * 12, "--max-tokens", "30", "--ignore-eos")
+    with Client(tight.endpoint_file()) as client:  # so close together that some line has always begun
+        while run.poll() is None:
+            client.generate("One word after the other, and so on. " * 12, max_tokens=30, ignore_eos=True)
     assert run.wait() == 0, run.communicate()[1]
     check_scores(tmp_path / "tight.jsonl", wanted)
     assert tight.status()["preemptions"] > 0
