@@ -15,6 +15,7 @@ from fastserve_hpc.core.kv_policy import CopyCosts
 from fastserve_hpc.core.plan import IterationPlan, RankReport
 from fastserve_hpc.errors import ConfigError
 from fastserve_hpc.parallel.comm import TensorComm
+from fastserve_hpc.parallel.hosts import CoreShare
 from fastserve_hpc.parallel.single import SingleComm
 from fastserve_hpc.worker.fake import FakeWorker
 
@@ -168,18 +169,19 @@ def _choose_compute(
     from fastserve_hpc.ops import for_device
 
     device = _choose_device(place.local_rank)
-    num_threads = world.cores()
-    torch.set_num_threads(num_threads)
-    chosen = for_device(device, config.dtype, _find_kernels(config, weights, num_threads, world))
+    share = world.core_share()
+    share.settle()
+    torch.set_num_threads(1 if share.gives_way else share.num_threads)  # its operations are small, its barriers dear
+    chosen = for_device(device, config.dtype, _find_kernels(config, weights, share, world))
     world.say(f"computing with {chosen.description}")
     return device, chosen
 
 
-def _find_kernels(config: EngineConfig, weights: Weights, num_threads: int, world: World) -> Kernels | str:
+def _find_kernels(config: EngineConfig, weights: Weights, share: CoreShare, world: World) -> Kernels | str:
     """The C++ kernels or why there are none. Ranks must compute alike: where one has none, no rank has."""
     from fastserve_hpc.ops import find_kernels
 
-    found = find_kernels(config.block_size, weights.spec.head_dim, num_threads)
+    found = find_kernels(config.block_size, weights.spec.head_dim, share.num_threads, share.is_crowded)
     (all_have,) = world.minimum(int(not isinstance(found, str)))
     return found if all_have or isinstance(found, str) else "another rank has no C++ kernels"
 

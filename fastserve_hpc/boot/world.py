@@ -14,6 +14,7 @@ from fastserve_hpc.errors import FastServeError
 from fastserve_hpc.models.spec import ModelSpec
 from fastserve_hpc.parallel.comm import do_nothing
 from fastserve_hpc.parallel.control import Control, LocalControl, WorkerControl
+from fastserve_hpc.parallel.hosts import CoreShare, core_share
 from fastserve_hpc.parallel.idle import Backoff
 from fastserve_hpc.parallel.mpi_init import UNKNOWN, world_size_from_env
 from fastserve_hpc.parallel.topology import Topology
@@ -123,13 +124,11 @@ class World:
 
         return open_node_file(self.mpi, self.check)
 
-    def cores(self) -> int:
-        """How many threads this rank should compute with; collective."""
+    def core_share(self) -> CoreShare:
+        """How this rank shares the cores that it may run on; collective."""
         if self.mpi is None:
-            return len(os.sched_getaffinity(0))
-        from fastserve_hpc.parallel.hosts import threads_of_this_rank
-
-        return threads_of_this_rank(self.mpi)
+            return CoreShare(len(os.sched_getaffinity(0)))
+        return core_share(self.mpi, self.topology)
 
     def minimum(self, *values: int) -> tuple[int, ...]:
         """The least of each value over all ranks; collective."""

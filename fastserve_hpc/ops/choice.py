@@ -31,10 +31,13 @@ class Chosen:
     """What the operations run on, where these are the C++ kernels."""
 
 
-def find_kernels(block_size: int, head_dim: int, num_threads: int | None = None) -> Kernels | str:
+def find_kernels(
+    block_size: int, head_dim: int, num_threads: int | None = None, is_crowded: bool = False
+) -> Kernels | str:
     """The C++ kernels with a pool of `num_threads`, or why there are none for KV blocks of this shape.
 
-    The package with them is optional, as is a compiler when it is installed.
+    `is_crowded`: other ranks want the cores of threads that wait. The package with them is optional, as is a compiler
+    when it is installed.
     """
     try:
         from fastserve_kernels import KernelsUnavailableError, open_kernels
@@ -47,7 +50,7 @@ def find_kernels(block_size: int, head_dim: int, num_threads: int | None = None)
             f"and the model's head size (here {head_dim})"
         )
     try:
-        return open_kernels(num_threads=num_threads)
+        return open_kernels(num_threads=num_threads, is_crowded=is_crowded)
     except KernelsUnavailableError as error:
         return str(error)
 

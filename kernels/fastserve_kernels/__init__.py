@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["KernelsUnavailableError", "load", "open_kernels"]
 
 
-def open_kernels(isa: str | None = None, num_threads: int | None = None) -> Kernels:
+def open_kernels(isa: str | None = None, num_threads: int | None = None, is_crowded: bool = False) -> Kernels:
     """The kernels of instruction set `isa` (amx, avx512_bf16, avx512, avx2; default: the best this machine has).
 
     The environment's FASTSERVE_KERNELS_ISA decides where `isa` is not given ("none" switches them off).
-    `num_threads` defaults to the processors this process may use. Raises KernelsUnavailableError.
+    `num_threads` defaults to the processors this process may use; with `is_crowded`, where other processes compute on
+    them, too, threads that wait sleep sooner. Raises KernelsUnavailableError.
     """
     from fastserve_kernels.kernels import Kernels
     from fastserve_kernels.library import open_library, processors
 
-    return Kernels(open_library(isa), num_threads or processors())
+    return Kernels(open_library(isa), num_threads or processors(), is_crowded)
 
 
 def load(isa: str | None = None, num_threads: int | None = None) -> Kernels | None:

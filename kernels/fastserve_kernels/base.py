@@ -13,13 +13,13 @@ from fastserve_kernels.library import Library
 class KernelBase:
     """One instruction set and one pool of threads. Calls from several threads run one after another."""
 
-    def __init__(self, library: Library, num_threads: int) -> None:
+    def __init__(self, library: Library, num_threads: int, is_crowded: bool = False) -> None:
         self.isa = library.isa
         self.dot_order = library.dot_order
         """Kernels with the same order of summation give the same bits."""
         self.num_threads = num_threads
         self._library = library
-        self._pool = library.handle.fs_pool_create(num_threads)
+        self._pool = library.handle.fs_pool_create(num_threads, is_crowded)
         weakref.finalize(self, library.handle.fs_pool_destroy, self._pool)
 
     def _run(self, operation: str, args: ctypes.Structure) -> None:

@@ -88,7 +88,7 @@ def _open(path: Path) -> ctypes.CDLL:
     handle.fs_ops.restype = ctypes.POINTER(Ops)
     handle.fs_ops.argtypes = [ctypes.c_char_p]
     handle.fs_pool_create.restype = ctypes.c_void_p
-    handle.fs_pool_create.argtypes = [ctypes.c_int]
+    handle.fs_pool_create.argtypes = [ctypes.c_int, ctypes.c_bool]
     handle.fs_pool_destroy.restype = None
     handle.fs_pool_destroy.argtypes = [ctypes.c_void_p]
     handle.fs_pack.restype = None

@@ -18,8 +18,8 @@ GATED = (Activation.SILU_MUL, Activation.GELU_TANH_MUL)
 class LinearKernels(KernelBase):
     """y = activation(rms_norm(x) W^T + bias) + residual."""
 
-    def __init__(self, library: Library, num_threads: int) -> None:
-        super().__init__(library, num_threads)
+    def __init__(self, library: Library, num_threads: int, is_crowded: bool = False) -> None:
+        super().__init__(library, num_threads, is_crowded)
         self._arena = WeightArena()
 
     def pack_linear(

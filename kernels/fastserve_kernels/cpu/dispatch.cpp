@@ -65,7 +65,7 @@ const Ops* fs_ops(const char* isa) {
 
 const char* fs_source_hash() { return FS_SOURCE_HASH; }
 
-Pool* fs_pool_create(int num_threads) { return pool_create(num_threads); }
+Pool* fs_pool_create(int num_threads, bool is_crowded) { return pool_create(num_threads, is_crowded); }
 void fs_pool_destroy(Pool* pool) { pool_destroy(pool); }
 
 void fs_pack(const PackArgs* args) { pack(*args); }

@@ -18,8 +18,9 @@ namespace fastserve {
 namespace {
 
 // How long to spin before sleeping, in ticks of the time stamp counter: about 50 us, longer than the gap between two
-// kernels and than most pieces. Never sched_yield: it puts the caller behind everybody else, for milliseconds.
-constexpr uint64_t kSpinTicks = 130'000;
+// kernels and than most pieces; 5 us where others have work for the core. Never sched_yield: it puts the caller behind
+// everybody else, for milliseconds.
+constexpr uint64_t kSpinTicks = 130'000, kSpinTicksCrowded = 13'000;
 constexpr unsigned kDenormalsAreZero = 0x8040;
 constexpr uint32_t kOpen = 1u << 31;
 constexpr uint32_t kCallerSleeps = 1u << 30;
@@ -35,12 +36,12 @@ void futex_wake_all(std::atomic<uint32_t>* word) {
 
 // Spins until `done` or until the time is up; says which.
 template <class Done>
-bool spin_until(const Done& done) {
+bool spin_until(uint64_t ticks, const Done& done) {
   const uint64_t start = __rdtsc();
   do {
     if (done()) return true;
     _mm_pause();
-  } while (__rdtsc() - start < kSpinTicks);
+  } while (__rdtsc() - start < ticks);
   return done();
 }
 
@@ -59,8 +60,9 @@ struct Scratch {
 
 class Pool {
  public:
-  explicit Pool(int num_threads)
+  Pool(int num_threads, bool is_crowded)
       : num_threads_(num_threads < 1 ? 1 : num_threads),
+        spin_ticks_(is_crowded ? kSpinTicksCrowded : kSpinTicks),
         shares_(static_cast<size_t>(num_threads_)),
         scratch_(static_cast<size_t>(num_threads_ + kSharedSlots)) {
     try {
@@ -146,7 +148,7 @@ class Pool {
 
   // For those inside their last piece.
   void wait_for_workers() {
-    if (spin_until([&] { return state_.load(std::memory_order_acquire) == 0; })) return;
+    if (spin_until(spin_ticks_, [&] { return state_.load(std::memory_order_acquire) == 0; })) return;
     uint32_t state = state_.fetch_or(kCallerSleeps, std::memory_order_acq_rel) | kCallerSleeps;
     while (state & kCount) {
       futex_wait(&state_, state);
@@ -166,7 +168,7 @@ class Pool {
   }
 
   uint32_t wait_past(uint32_t seen) {
-    if (spin_until([&] { return generation_.load(std::memory_order_acquire) != seen; })) return generation_.load();
+    if (spin_until(spin_ticks_, [&] { return generation_.load(std::memory_order_acquire) != seen; })) return generation_.load();
     sleepers_.fetch_add(1);
     uint32_t now;
     while ((now = generation_.load()) == seen) futex_wait(&generation_, seen);
@@ -175,6 +177,7 @@ class Pool {
   }
 
   const int num_threads_;
+  const uint64_t spin_ticks_;
   std::vector<Share> shares_;
   std::vector<Scratch> scratch_;
   Body body_ = nullptr;
@@ -187,7 +190,7 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
-Pool* pool_create(int num_threads) { return new Pool(num_threads); }
+Pool* pool_create(int num_threads, bool is_crowded) { return new Pool(num_threads, is_crowded); }
 void pool_destroy(Pool* pool) { delete pool; }
 int pool_num_threads(const Pool* pool) { return pool->num_threads(); }
 void pool_run(Pool* pool, int64_t count, int64_t grain, Body body, void* context) {

@@ -14,8 +14,9 @@ class Pool;
 
 using Body = void (*)(void* context, int64_t begin, int64_t end, int thread);
 
-// `num_threads` counts the caller. Never fails: threads that cannot be started are done without.
-Pool* pool_create(int num_threads);
+// `num_threads` counts the caller. Never fails: threads that cannot be started are done without. `is_crowded`: other
+// processes compute on these cores, too, so that spinning takes from them.
+Pool* pool_create(int num_threads, bool is_crowded);
 void pool_destroy(Pool* pool);
 int pool_num_threads(const Pool* pool);
 
