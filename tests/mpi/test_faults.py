@@ -32,8 +32,8 @@ def start(mpi_command, mpi_environment):
 
 
 def end_of(launcher, timeout):
-    output, _ = launcher.communicate(timeout=timeout)
-    return output
+    launcher.wait(timeout)
+    return launcher.stdout.read()  # `communicate` would not see what came together with the line that was read
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,13 @@ def start_fault(cluster: Cluster, where: str, victim: int, heartbeat_s: float = 
     return launcher, line.split()[1]
 
 
+def end_of(launcher: Launcher) -> str:
+    """What it wrote after the line that was read. `communicate` would not see what came together with that line."""
+    launcher.wait(timeout=30)
+    assert launcher.stdout is not None
+    return launcher.stdout.read()
+
+
 def test_plans_and_hidden_states_cross_nodes(cluster: Cluster) -> None:
     assert "plans=300" in run(cluster, "control.py", "300")
     assert "mpi:1 tensors=50" in run(cluster, "stages.py", "50", "mpi:1", "torch:1")
@@ -41,7 +48,7 @@ def test_plans_and_hidden_states_cross_nodes(cluster: Cluster) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_raising_rank_ends_the_rank_on_the_other_node(cluster: Cluster, victim: int) -> None:
     launcher, _ = start_fault(cluster, "raise", victim)
-    output, _ = launcher.communicate(timeout=30)
+    output = end_of(launcher)
     assert re.search(rf"rank {victim} \(pid \d+ on n{victim + 1}\) failed", output)
     assert output.count("ZeroDivisionError: the test asked for it") == 1
 
@@ -50,14 +57,14 @@ def test_a_raising_rank_ends_the_rank_on_the_other_node(cluster: Cluster, victim
 def test_a_killed_rank_ends_the_rank_on_the_other_node(cluster: Cluster, where: str) -> None:
     launcher, pid = start_fault(cluster, where, victim=0)
     cluster.run("kill", "-KILL", pid, node="n1")
-    output, _ = launcher.communicate(timeout=30)
+    output = end_of(launcher)
     assert re.search(r"rank 0 \(pid \d+ on n1\) is lost", output)
 
 
 def test_a_cut_between_the_nodes_is_noticed_on_both_sides(cluster: Cluster) -> None:
     launcher, _ = start_fault(cluster, "plan", victim=1, heartbeat_s=4.0)
     cluster.cut("n1", "n2")
-    output, _ = launcher.communicate(timeout=30)
+    output = end_of(launcher)
     cluster.heal()
     assert re.search(r"rank 1 \(pid \d+ on n2\) is lost.*no sign of life", output)
     assert re.search(r"rank 0 \(pid \d+ on n1\) is lost.*no sign of life", output)
