@@ -17,15 +17,18 @@ def shares(masks: list[int], tp: int) -> list[CoreShare]:
 
 @pytest.mark.parametrize(
     ("masks", "expected"),
-    [([0b1111], 4), ([0b1111] * 2, 2), ([0b1111] * 3, 1), ([0b0011, 0b1100], 2), ([0b1] * 1, 1)],
+    [([0b1111], 4), ([0b1111] * 2, 2), ([0b1111] * 3, 1), ([0b0011, 0b1100], 2), ([0b1], 1)],
 )
 def test_threads_are_the_share_of_the_cores(masks: list[int], expected: int) -> None:
     assert shares(masks, 1) == [CoreShare(expected)] * len(masks)
 
 
-@pytest.mark.parametrize(("tp", "num_ranks", "expected"), [(1, 3, 2), (1, 6, 2), (2, 4, 1), (2, 6, 1)])
-def test_stages_on_too_few_cores_take_turns(tp: int, num_ranks: int, expected: int) -> None:
-    assert shares([0b11] * num_ranks, tp) == [CoreShare(expected, is_crowded=True)] * num_ranks
+@pytest.mark.parametrize(
+    ("masks", "tp", "expected"),
+    [([0b11] * 3, 1, 2), ([0b11] * 6, 1, 2), ([0b1] * 2, 1, 1), ([0b11] * 4, 2, 1), ([0b11] * 6, 2, 1)],
+)
+def test_stages_on_too_few_cores_take_turns(masks: list[int], tp: int, expected: int) -> None:
+    assert shares(masks, tp) == [CoreShare(expected, is_crowded=True)] * len(masks)
 
 
 def test_of_a_stage_of_too_many_ranks_some_are_bound_and_the_rest_fills_their_gaps() -> None:

@@ -70,5 +70,12 @@ def test_what_was_written_stays(memory: torch.Tensor) -> None:
 
 
 def test_more_than_there_is() -> None:
-    Prefault(untouched(1000), first=10 * MIB).note_use(10 * MIB)
-    Prefault(torch.empty(0)).note_use(0)
+    memory = untouched(5 * MIB + 1000)  # no whole number of pieces nor of pages
+    prefault = Prefault(memory, first=10 * MIB)
+    assert resident(memory) == [True] * 5
+    prefault.note_use(10 * MIB)
+    assert prefault._thread is None
+
+    nothing = Prefault(torch.empty(0))
+    nothing.note_use(0)
+    assert nothing._thread is None

@@ -168,7 +168,8 @@ class Pool {
   }
 
   uint32_t wait_past(uint32_t seen) {
-    if (spin_until(spin_ticks_, [&] { return generation_.load(std::memory_order_acquire) != seen; })) return generation_.load();
+    const auto moved_on = [&] { return generation_.load(std::memory_order_acquire) != seen; };
+    if (spin_until(spin_ticks_, moved_on)) return generation_.load();
     sleepers_.fetch_add(1);
     uint32_t now;
     while ((now = generation_.load()) == seen) futex_wait(&generation_, seen);
